@@ -25,9 +25,10 @@ from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_righ
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
 from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates
 from draftsmith.data.ranks import check_one_process, place
+from draftsmith.data.responses import text_columns
 from draftsmith.data.stages import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import ArtifactDataset, Joined, feature_key, open_dataset
+from draftsmith.data.store.datasets import ArtifactDataset, feature_key, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, Field, Manifest, open_artifact
 from draftsmith.data.store.parts import Data, parts_of
 from draftsmith.data.store.rows import Rows
@@ -71,10 +72,24 @@ def run(config: FeaturesConfig) -> Path:
     if config.engine != "vllm":
         lm = load_lm(target, **config.loading, device_map=config.device_map)
         note_slow_dtype(lm)
-    info = target.info
-    # Final states are there in any family.
-    needs_shape = config.drafter is not None or config.layers
-    rows, plan, aux_layers = open_rows(config, target, target.shape if needs_shape else None)
+    info, manifest = target.info, open_texts(config.data, target)
+    rows, aux_layers = Rows(manifest, limit=config.limit, vocab_size=info.vocab_size), tuple[int, ...]()
+    # Final states are there in any family; other layers are chosen by its shape.
+    if config.drafter is not None or config.layers:
+        aux_layers = captured_layers(config.drafter, config.layers, target.shape)
+    plan = StagePlan(
+        kind="features",
+        stage="data features",
+        config=config,
+        num_rows=len(rows),
+        fields=FIELDS + feature_codec.fields(config.feature_dtype),
+        inputs={manifest.kind: manifest.digest},
+        identity={**manifest.identity, "target": captured(info.identity, aux_layers)},
+        sampling=manifest.sampling,
+    )
+    # Captured layers lie side by side.
+    width = info.hidden_size * max(1, len(aux_layers))
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
     with open_states(config, target, lm, plan, rows, aux_layers) as source:
         if source is None:
             done = Manifest.read(config.output)
@@ -93,7 +108,10 @@ def run(config: FeaturesConfig) -> Path:
                     key = feature_key(shard.start + number)
                     tensors |= {key + suffix: tensor.clone() for suffix, tensor in stored.items()}
                     advance(1)
-            return shard_of(shard, texts, tensors)
+            file, tokens = f"{shard.name}.safetensors", sum(len(row["input_ids"]) for row in texts)
+            index = [text_columns(row) | {"row": n, "shard": file} for n, row in enumerate(texts, shard.start)]
+            counts = {"tokens": tokens, "loss_tokens": sum(sum(row["loss_mask"]) for row in texts)}
+            return ShardContent(index, counts, dict(sorted(tensors.items())))
 
         identity = {**plan.identity, **({"read_by": about} if about else {})}
         run_stage(replace(plan, identity=identity, teacher=teacher), make_shard)
@@ -140,32 +158,6 @@ def open_states(
         yield source
 
 
-def open_rows(
-    config: FeaturesConfig, target: Checkpoint, shape: LlamaConfig | None
-) -> tuple[Rows, StagePlan, tuple[int, ...]]:
-    """Open the texts, and plan the stage; return them with the layers that are captured.
-
-    shape: of the target, which is needed for a drafter's layers only.
-    """
-    info, manifest = target.info, open_texts(config.data, target)
-    rows = Rows(manifest, limit=config.limit, vocab_size=info.vocab_size)
-    aux_layers = () if shape is None else captured_layers(config.drafter, config.layers, shape)
-    plan = StagePlan(
-        kind="features",
-        stage="data features",
-        config=config,
-        num_rows=len(rows),
-        fields=FIELDS + feature_codec.fields(config.feature_dtype),
-        inputs={manifest.kind: manifest.digest},
-        identity={**manifest.identity, "target": captured(info.identity, aux_layers)},
-        sampling=manifest.sampling,
-    )
-    # Captured layers lie side by side.
-    width = info.hidden_size * max(1, len(aux_layers))
-    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype))
-    return rows, plan, aux_layers
-
-
 def captured_layers(drafter: str | None, layers: tuple[int, ...], shape: LlamaConfig) -> tuple[int, ...]:
     """Return the layers that a drafter learns from (`DraftHead.loss_layers`); empty for the final norm's state.
 
@@ -203,7 +195,7 @@ def open_texts(directory: Path, target: Checkpoint, field: str = "responses") ->
     return manifest
 
 
-def text_dataset(data: Data, target: Checkpoint) -> ArtifactDataset | Joined:
+def text_dataset(data: Data, target: Checkpoint) -> ArtifactDataset:
     """Open responses or supervised prompts as a data set. Errors as of `open_texts`."""
     for part in parts_of(data):
         open_texts(part.path, target, "data")
@@ -308,23 +300,3 @@ def split_rows(
         raise NonFinite("hidden states", "target", place - ends[row] + lengths[row], batch[row])
     split = [part.split(list(lengths)) for part in parts]
     return [dict(zip(suffixes, own, strict=True)) for own in zip(*split, strict=True)]
-
-
-def shard_of(shard: Shard, rows: Sequence[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> ShardContent:
-    """Return the content of a shard: its index, with the rows in their own order, and their encoded features."""
-    index = [
-        {
-            "id": row["id"],
-            "row": number,
-            "shard": f"{shard.name}.safetensors",
-            "input_ids": row["input_ids"],
-            "loss_mask": row["loss_mask"],
-            # Supervised prompts are one row per conversation.
-            "turn": row.get("turn", 1),
-            "task": row["task"],
-        }
-        for number, row in enumerate(rows, shard.start)
-    ]
-    loss_tokens = sum(sum(row["loss_mask"]) for row in rows)
-    counts = {"tokens": sum(len(row["input_ids"]) for row in rows), "loss_tokens": loss_tokens}
-    return ShardContent(index, counts, dict(sorted(tensors.items())))

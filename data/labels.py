@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.data.console import Advance
 from draftsmith.data.engines.own import check_lengths, length_batches, pad_right
-from draftsmith.data.responses import TEXT_FIELDS
+from draftsmith.data.responses import TEXT_FIELDS, text_columns
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, row_uniforms
@@ -256,11 +256,6 @@ class Rollouts:
             q_logits = branches.lm_head(hidden[piece]).to(states.device)
             parts.append(label_tokens(p_logits, q_logits, params, tokens[piece].to(states.device)))
         return {name: torch.cat([part[name] for part in parts]).cpu().view(count, depth) for name in parts[0]}
-
-
-def text_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a response that its labels repeat."""
-    return {name: row[name] for name in ("id", "input_ids", "loss_mask", "turn", "task")}
 
 
 def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Tensor:

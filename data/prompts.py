@@ -22,38 +22,13 @@ from draftsmith.data.stages import SELF, PromptsConfig
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.conversations import (
-    TEXT_ONLY,
-    Chat,
-    OpenTurns,
-    chat_digest,
-    check_answers,
-    named_column,
-    open_turns,
-    parse_columns,
-    read_chat,
-    row_label,
-    up_to_last,
-    well_formed,
-)
+from draftsmith.data.text import conversations, template
+from draftsmith.data.text.conversations import TEXT_ONLY, Chat, OpenTurns
 from draftsmith.data.text.lengths import cut_to, length_name
 from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
-from draftsmith.data.text.template import (
-    PLACEHOLDER,
-    TOO_LONG_REMEDY,
-    Messages,
-    RowError,
-    TemplateInputs,
-    check_length,
-    load_chat_tokenizer,
-    not_shown,
-    part_separator,
-    render,
-    shows_date,
-)
-from draftsmith.data.text.template import encode as tokenize
+from draftsmith.data.text.template import Messages, RowError, TemplateInputs
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.reading import read_object
@@ -93,16 +68,16 @@ Encoded = tuple[list[dict[str, Any]], Counter[str]] | RowError
 def run(config: PromptsConfig) -> Path:
     """Write the artifact `prompts` and return its directory."""
     target = Checkpoint(config.target, config.trust_remote_code)
-    tokenizer = load_chat_tokenizer(target, config.chat_template)
+    tokenizer = template.load_chat_tokenizer(target, config.chat_template)
     # Open the sources, and select rows by split, task and limit.
     names = [config.source] if Path(config.source).exists() else config.source.split(",")
     sources = [one_source(name.strip(), config, target, tokenizer) for name in names]
-    mapping = parse_columns(config.columns)
+    mapping = conversations.parse_columns(config.columns)
     selected = select_rows(sources, mapping, config)
     digest = sources[0].digest
     if len(sources) > 1:
         digest = hashlib.sha256("".join(source.digest for source in sources).encode()).hexdigest()
-    date = template_date(config.output) if shows_date(tokenizer) else None
+    date = template_date(config.output) if template.shows_date(tokenizer) else None
     dated = {"date": date} if date else {}
     if config.supervised:
         check_mask(tokenizer, dated)
@@ -200,11 +175,11 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
         try:
             row = source.row(index)
             absent -= row.keys()
-            labeled |= {name for name in allowed if named_column(row, mapping, name)}
+            labeled |= {name for name in allowed if conversations.named_column(row, mapping, name)}
             names = allowed.keys() - ({"split"} if source.split_taken else set())
-            if not all(row_label(row, mapping, name) in allowed[name] for name in names):
+            if not all(conversations.row_label(row, mapping, name) in allowed[name] for name in names):
                 continue
-            row_id = row_label(row, mapping, "id", f"{position:07d}")
+            row_id = conversations.row_label(row, mapping, "id", f"{position:07d}")
             shared |= {row_id} if first_prefix.setdefault(row_id, prefix) != prefix else set()
             first = first_place.setdefault((prefix, row_id), (number, index))
             if first != (number, index):
@@ -212,7 +187,7 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
             before = len(chats)
-            chats.add(chat_digest(row, mapping))
+            chats.add(conversations.chat_digest(row, mapping))
             selected.append(Place(number, index, row_id, len(chats) == before))
         except RowError as error:
             check_dropped(source.where(index), error, config)
@@ -270,7 +245,7 @@ class RowEncoder:
     def of(cls, config: PromptsConfig, target: Checkpoint, tokenizer: Any, **more: Any) -> RowEncoder:
         """Make the encoder of a target's prompts. tokenizer: with their chat template. more: further fields."""
         ends = target.end_tokens if config.supervised else ()
-        return cls(tokenizer, config, ends, part_separator(tokenizer), target.media_tokens, **more)
+        return cls(tokenizer, config, ends, template.part_separator(tokenizer), target.media_tokens, **more)
 
     def __call__(self, place: Place) -> Encoded:
         try:
@@ -289,17 +264,17 @@ class RowEncoder:
         config, counts = self.config, Counter[str]()
         if config.source == SELF:
             return [open_prompt(row, self.tokenizer, self.dated)], counts
-        chat = read_chat(row, self.mapping, self.between)
+        chat = conversations.read_chat(row, self.mapping, self.between)
         said = to_json([chat.messages, chat.later], "a message")
         if shown := next((token for token in self.media if token in said), None):
             raise RowError(f"text with {shown}, in whose place the target reads an image or sound", TEXT_ONLY, "media")
-        task, inputs = row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
+        task, inputs = conversations.row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
         if config.lengths:
             rows = self.of_lengths(row_id, chat, inputs)
             counts[SPLIT] += len(rows) - 1
             return rows, counts
         alone = config.supervised and config.turns in ("each", "last")
-        asked = open_turns(chat, "each" if alone else config.turns)
+        asked = conversations.open_turns(chat, "each" if alone else config.turns)
         if alone:
             learned = set(range(len(chat.messages))).difference(chat.not_learned)
             asked = [turn for turn in asked if len(turn.opening) in learned]
@@ -329,7 +304,7 @@ class RowEncoder:
             counts["turns_not_asked"] += turn.not_asked
         counts[SPLIT] += len(rows) - 1
         counts.update(f"{name}_ignored" for name in chat.ignored)
-        counts.update(f"{name}_not_shown" for name in not_shown(self.tokenizer, used, inputs))
+        counts.update(f"{name}_not_shown" for name in template.not_shown(self.tokenizer, used, inputs))
         return rows, counts
 
     def of_lengths(self, row_id: str, chat: Chat, inputs: TemplateInputs) -> list[dict[str, Any]]:
@@ -338,7 +313,7 @@ class RowEncoder:
         Raises:
             RowError: the row has none of them.
         """
-        opening, rows = open_turns(chat, "last")[0].opening, list[dict[str, Any]]()
+        opening, rows = conversations.open_turns(chat, "last")[0].opening, list[dict[str, Any]]()
         for length in self.config.lengths:
             name = length_name(length)
             if (made := cut_to(self.tokenizer, opening, inputs, length)) is not None:
@@ -355,17 +330,18 @@ class RowEncoder:
             RowError: the template refuses it, it is too long, or has nothing to learn from.
         """
         tokenizer, used = self.tokenizer, turn.opening
-        prompt = render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
-        check_length(tokenizer, prompt, self.context)
-        encoded = prompt_fields(turn, tokenize(tokenizer, prompt), inputs)
+        prompt = template.render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
+        template.check_length(tokenizer, prompt, self.context)
+        encoded = prompt_fields(turn, template.encode(tokenizer, prompt), inputs)
         # Leave room for one token of an answer.
         length = len(encoded["prompt_ids"]) + 1
         if self.config.supervised:
             # What follows the last answer has nothing to learn from.
             alone = self.config.turns != "all"
-            used = up_to_last("assistant", chat.messages[: len(turn.opening) + 1] if alone else chat.messages)
-            check_answers(used)
-            check_length(tokenizer, render(tokenizer, used, inputs), self.context)
+            recorded = chat.messages[: len(turn.opening) + 1] if alone else chat.messages
+            used = conversations.up_to_last("assistant", recorded)
+            conversations.check_answers(used)
+            template.check_length(tokenizer, template.render(tokenizer, used, inputs), self.context)
             if alone:
                 ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
             else:
@@ -375,18 +351,18 @@ class RowEncoder:
             if alone and (written := continued_thought(prompt, used[-1])):
                 # All of this answer is shown, but a thought beside another one in its text.
                 thought = used[-1].get("reasoning_content", "").strip()
-                beside = {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": thought}
+                beside = {"role": "assistant", "content": template.PLACEHOLDER, "reasoning_content": thought}
                 used = [*turn.opening, beside] if thought not in written else turn.opening
         elif turn.later:
             # Messages between the later answers may not be printed either; a template that refuses one does so later.
-            answer = {"role": "assistant", "content": PLACEHOLDER}
+            answer = {"role": "assistant", "content": template.PLACEHOLDER}
             whole = [*turn.opening, *(message for said in turn.later for message in (answer, *said))]
             with suppress(RowError):
-                render(tokenizer, whole, inputs)
+                template.render(tokenizer, whole, inputs)
                 used = whole
         if self.context is not None and length > self.context:
             found = f"{length} tokens (one for an answer included), more than {self.context}"
-            raise RowError(found, TOO_LONG_REMEDY, "overlong")
+            raise RowError(found, template.TOO_LONG_REMEDY, "overlong")
         return encoded, used
 
 
@@ -429,4 +405,4 @@ def prompt_fields(turn: OpenTurns, prompt: list[int], inputs: TemplateInputs) ->
 
 def to_json(value: Any, what: str) -> str:
     """Return a row's value as JSON; a date of a table becomes text. what: names it in the error."""
-    return well_formed(json.dumps(value, ensure_ascii=False, default=str), what)
+    return conversations.well_formed(json.dumps(value, ensure_ascii=False, default=str), what)

@@ -51,14 +51,17 @@ FIELDS = (
     Field("ended", "bool"),
     Field("retokenized", "bool"),
     Field("task", "string"),
-    Field("text", "string"),
-    Field("server_tokens", "int32"),
 )
 
 
 # Between two reports of progress.
 ADVANCE_EVERY_S = 1.0
 InProcess = OwnEngine | VllmEngine
+
+
+def text_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a response that its labels and features repeat."""
+    return {name: row[name] for name in ("id", "input_ids", "loss_mask", "turn", "task")}
 
 
 @sole_writer(shared=True)

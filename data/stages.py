@@ -144,8 +144,7 @@ class ServerConfig:
     api_key_env: str = volatile("OPENAI_API_KEY")
 
     def __post_init__(self) -> None:
-        for name, least in {"concurrency": 1, "retries": 0, "max_failed": 0}.items():
-            check_range(name, getattr(self, name), least)
+        check_ranges(self, concurrency=1, retries=0, max_failed=0)
         if not 0 < self.timeout_s < math.inf:
             raise InputError("timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
         # An address with a password or a key is neither shown nor stored in a manifest.
@@ -208,8 +207,8 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         if self.engine != "openai":
             names = [field.name for field in dataclasses.fields(ServerConfig)]
             check_left_out(self, names, f"with --engine {self.engine}", "--engine openai, which asks a server")
-        if self.engine != "vllm" and self.vllm_args is not None:
-            raise InputError("vllm_args", f"with --engine {self.engine}", "--engine vllm", "Leave them out.")
+        if self.engine != "vllm":
+            check_left_out(self, ["vllm_args"], f"with --engine {self.engine}", "--engine vllm")
         # Check the sampling settings before anything is loaded.
         _ = self.sampling
 
@@ -306,12 +305,11 @@ class FeaturesConfig(StageTarget):
     def __post_init__(self) -> None:
         check_ranges(self, tokens_per_batch=1, rows_per_shard=1, limit=0, num_threads=0)
         check_drafter(self.drafter)
-        for name in ("vllm_args", "server"):
-            if self.engine != "vllm" and getattr(self, name) is not None:
-                raise InputError(name, f"with --engine {self.engine}", "--engine vllm", "Leave it out.")
-        if self.engine == "vllm":
-            check_left_out(self, ["loader"], "with --engine vllm", "none: vLLM runs the target")
-        if self.engine == "vllm" and self.device_map:
+        if self.engine != "vllm":
+            check_left_out(self, ["vllm_args", "server"], f"with --engine {self.engine}", "--engine vllm")
+            return
+        check_left_out(self, ["loader"], "with --engine vllm", "none: vLLM runs the target")
+        if self.device_map:
             remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
             raise InputError("device_map", "on, with --engine vllm", "off", remedy)
 

@@ -80,7 +80,7 @@ class LlamaCppEngine(ServerEngine):
         if not ids:
             raise RowError("an empty response")
         self.check_end(ids)
-        return TargetTurn(ids, reply["stop_type"] == "eos", server_tokens=len(ids))
+        return TargetTurn(ids, reply["stop_type"] == "eos")
 
 
 @contextmanager

@@ -125,11 +125,11 @@ class ServerEngine:
                 raise RowError(f"a part in {part}; serve without a parser, or pass --dialect vllm")
 
         text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
-        retokenized = ids is None
+        read_text = text if ids is None else None
         ids = self._ids_of(text, ids, limit, count)
         # A text has no end token, and a server may leave it out of the ids: its count of tokens tells. vLLM and SGLang
         # may name it.
-        hidden = retokenized or count is None or count > len(ids)
+        hidden = read_text is not None or count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             named = [end for end in self.eos_ids if end in (choice.get("stop_reason"), choice.get("matched_stop"))]
             ids = [*ids, [*named, *self.likely_ends][0]]
@@ -137,7 +137,7 @@ class ServerEngine:
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         self.check_end(ids)
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
-        return TargetTurn(ids, ended, text, retokenized, count)
+        return TargetTurn(ids, ended, read_text)
 
     def check_end(self, ids: Sequence[int]) -> None:
         """Raise RowError for tokens behind an end token of the target, where no in-process engine goes on."""

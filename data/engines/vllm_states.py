@@ -185,8 +185,7 @@ class ServedStates(AbstractContextManager["ServedStates"]):
         server = ServerConfig(server=url, concurrency=concurrency, retries=RETRIES)
         self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S)
         name = f"{owner.absolute()}/{place().rank}"
-        folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-        self._folder = folder
+        self._folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._reader: SpoolReader | None = None
         self._layers: tuple[int, ...] = ()
         self._error: Exception | None = None

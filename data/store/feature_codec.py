@@ -59,11 +59,6 @@ def decoded(values: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else (values.float() * scale.float()[..., None]).to(torch.bfloat16)
 
 
-def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
-    """Return features [T, H] as they are after storing and reading."""
-    return decode(encode(features, dtype))
-
-
 def as_item(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a sample's fields, named as in `FeatureBatch`; fp8 is decoded later, on the training's device."""
     return {"features": stored[""]} | ({"scale": stored[SCALE]} if SCALE in stored else {})

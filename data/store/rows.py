@@ -32,11 +32,7 @@ class Rows:
     """The table of an opened artifact by global row number, with one shard in memory at a time."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        columns: Sequence[str] | None = None,
-        limit: int = 0,
-        vocab_size: int | None = None,
+        self, manifest: Manifest, columns: Sequence[str] | None = None, limit: int = 0, vocab_size: int | None = None
     ):
         """columns: to read; None reads all. limit: only the first so many rows; 0 takes all. vocab_size: of the model
         that reads the token ids, to check them."""

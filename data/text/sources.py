@@ -175,16 +175,9 @@ BENCHMARKS: dict[str, dict[str, Preset]] = {
         "mt_bench": Preset("HuggingFaceH4/mt_bench_prompts", "train", "Apache-2.0", renamed={"prompt": "turns"}),
     },
 }
-
-
-def named_presets() -> dict[str, Preset]:
-    """Return every data set that has a short name; tasks of benchmarks by `benchmark/task`."""
-    tasks = {
-        "/".join(filter(None, (name, task))): preset
-        for name, benchmark in BENCHMARKS.items()
-        for task, preset in benchmark.items()
-    }
-    return PRESETS | tasks
+# Their tasks have short names too, benchmark/task.
+for name, benchmark in BENCHMARKS.items():
+    PRESETS |= {f"{name}/{task}" if task else name: preset for task, preset in benchmark.items()}
 
 
 def open_source(
@@ -201,7 +194,7 @@ def open_source(
     """
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file, split = Path(resolved), named_split(split)
-    preset = named_presets().get(path)
+    preset = PRESETS.get(path)
     if preset is not None and not file.exists():
         split, subset = split or preset.split, subset or preset.subset
         if preset.file:

@@ -29,15 +29,12 @@ from draftsmith.modules.types import InputError, SamplingParams
 class TargetTurn:
     """The target's answer in one turn.
 
-    tokens: as sampled. ended: whether the last token is an end token. text, server_tokens: what a server returned and
-    counted. retokenized: whether the tokens come from that text.
+    tokens: as sampled. ended: whether the last token is an end token. text: a server's, if the tokens come from it.
     """
 
     tokens: Sequence[int]
     ended: bool
     text: str | None = None
-    retokenized: bool = False
-    server_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,17 +96,14 @@ class Conversation:
         row = self._row_for(self.prompt)
         row["input_ids"] += answer.tokens
         row["loss_mask"] += [True] * len(answer.tokens)
-        row["ended"], row["retokenized"] = answer.ended, row["retokenized"] or answer.retokenized
-        for name, value in (("text", answer.text), ("server_tokens", answer.server_tokens)):
-            row[name] = None if row[name] is None or value is None else row[name] + value
+        row["ended"], row["retokenized"] = answer.ended, row["retokenized"] or answer.text is not None
 
         asked, self.prompt = self.prompt, None
         if not self._later:
             return
-        text = answer.text if answer.retokenized else None
         reason, messages, prompt = "", self.messages, list[int]()
         try:
-            conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0], text)
+            conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0], answer.text)
             messages, prompt = follow_answer(self._tokenizer, *conversation)
         except RowError:
             reason = "turns_refused_by_template"
@@ -137,7 +131,7 @@ class Conversation:
             self.counts[SPLIT] += 1
         row_id = self._prompt_row["id"] if self.turn == self._first else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
-        row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"], "text": "", "server_tokens": 0}
+        row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"]}
         self.rows.append(row)
         return row
 

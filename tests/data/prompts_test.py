@@ -17,14 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from chats import ASSISTANT, CHATML, SYSTEM, USER, chat, chat_tokenizer
 from tokenizers.processors import TemplateProcessing
-from worlds import CONTEXT, tiny_tokenizer
+from worlds import CONTEXT
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import parse_columns, read_chat, row_label
 from draftsmith.data.text.masks import supervised_ids
-from draftsmith.data.text.sources import BENCHMARKS, PRESETS, named_presets, open_source
+from draftsmith.data.text.sources import BENCHMARKS, PRESETS, open_source
 from draftsmith.data.text.template import RowError, check_length, encode, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.prompts import task_sources
 from draftsmith.modules.types import InputError
@@ -263,23 +263,6 @@ def make(pair, tmp_path):
     return make
 
 
-def test_the_mask_covers_exactly_what_the_assistant_wrote(make):
-    pieces = [
-        ("<|user|>", False), ("Rename a", False), ("<|end|>", False), ("<|assistant|>", False), ("def b", True),
-        ("<|end|>", True), ("<|user|>", False), ("more", False), ("<|end|>", False), ("<|assistant|>", False),
-        ("  ok:", True), ("<|end|>", True),
-    ]  # fmt: skip
-    messages = chat(
-        (USER, "Rename a"), (ASSISTANT, "def b"), (USER, "more"), (ASSISTANT, "  ok:"), (USER, "unanswered")
-    )
-    row = make([{"messages": messages}], supervised=True)[0]
-    ids, mask = [], []
-    for text, counted in pieces:  # special tokens part the text, so the pieces tokenize on their own
-        own = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
-        ids, mask = ids + own, mask + [counted] * len(own)
-    assert (row["input_ids"], row["loss_mask"]) == (ids, mask)
-
-
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 NEVER = PLAIN + "{% if false %}{% generation %}x{% endgeneration %}{% endif %}"
 
@@ -358,8 +341,7 @@ def test_of_a_text_far_beyond_the_context_the_beginning_is_tokenized(make, monke
         sizes.append(len(text))
         return encode(tokenizer, text)
 
-    for name in ("text.template.encode", "prompts.tokenize"):
-        monkeypatch.setattr(f"draftsmith.data.{name}", measured)
+    monkeypatch.setattr("draftsmith.data.text.template.encode", measured)
     long = {"messages": [*HI, *chat((USER, "c"), (ASSISTANT, "letters " * 100_000))]}
     with pytest.raises(InputError, match=rf"line 1: found 800,\d+ characters.* more than {CONTEXT}, expected"):
         make([long], supervised=True)
@@ -391,10 +373,10 @@ NAMED_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", named_presets())
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
     """A local directory has the splits and columns of the hub's; tasks of files elsewhere are JSONL."""
-    preset, (benchmark, _, task) = named_presets()[name], name.partition("/")
+    preset = PRESETS[name]
     if preset.file is None:
         rows = datasets.Dataset.from_list([NAMED_ROWS[name]])
         datasets.DatasetDict({preset.split: rows, "other": rows}).save_to_disk(str(tmp_path / "set"))
@@ -402,12 +384,11 @@ def test_a_data_set_by_its_short_name(monkeypatch, tmp_path, name):
     else:
         (file := tmp_path / "x.jsonl").write_text('{"question_id": 81, "category": "qa", "turns": ["Hi", "And?"]}')
         changed = dataclasses.replace(preset, file=str(file))
-    presets, key = (PRESETS, name) if name in PRESETS else (BENCHMARKS[benchmark], task)
-    monkeypatch.setitem(presets, key, changed)
+    monkeypatch.setitem(PRESETS, name, changed)
     source = open_source(name)
     messages = read_chat(source.row(0), {}).messages
     assert len(source) == 1 and source.split_taken and messages in (HI, HI[:1])
-    assert name not in PRESETS or messages == HI
+    assert name.partition("/")[0] in BENCHMARKS or messages == HI
 
 
 def test_tasks_of_a_benchmark():

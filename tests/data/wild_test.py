@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data import prompts
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import account
+from draftsmith.data.text import template
 from draftsmith.data.text.sources import open_source
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import InputError
@@ -42,8 +42,8 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
 @pytest.fixture
 def make(pair, tmp_path, monkeypatch):
     """`data prompts` of a file with this content: (kept rows, counts). The tokenizer is loaded once."""
-    tokenizer = prompts.load_chat_tokenizer(str(pair[0]))
-    monkeypatch.setattr(prompts, "load_chat_tokenizer", lambda *args: tokenizer)
+    tokenizer = template.load_chat_tokenizer(str(pair[0]))
+    monkeypatch.setattr(template, "load_chat_tokenizer", lambda *args: tokenizer)
     runs = iter(range(10**6))
 
     def make(content: bytes, name: str = "x.jsonl", **changes) -> tuple[list[dict], dict[str, int]]:
@@ -105,7 +105,6 @@ def test_filters_come_before_the_account(make):
 
 
 WRITTEN: dict[str, Callable[[bytes], bytes]] = {
-    "x.jsonl": lambda content: content,
     "bom.jsonl": lambda content: b"\xef\xbb\xbf" + content,
     "blank.ndjson": lambda content: b"\n \t\r\n" + content.replace(b"\n", b"\r\n\n").rstrip(),
     "lines.json": lambda content: content,
