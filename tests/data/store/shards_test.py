@@ -175,15 +175,10 @@ def test_a_disk_that_refuses_a_shard_ends_the_stage_soon(tmp_path, monkeypatch, 
 
 
 def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, monkeypatch):
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        output: Path = tmp_path / "out"
-        rows_per_shard: int = 1
-
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(shards, "WAIT_S", 0.2)
-    plan = StagePlan("prompts", "data prompts", Config(), 4, (), {}, {})
+    plan = StagePlan("prompts", "data prompts", OneRowEach(tmp_path / "out"), 4, (), {}, {})
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
         run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data import acceptance
-from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import answer_lengths, open_dataset
 from draftsmith.data.text.answers import (
     FROM_ANSWER,
@@ -23,12 +22,8 @@ from draftsmith.data.text.answers import (
     origins,
     spans,
 )
-from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.data import train_and_val
-from draftsmith.train.plan import training_documents
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40)
 
@@ -90,20 +85,6 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
         order = torch.cumsum(mask, 0) - 1
         assert item["z_ids"][drafted].tolist() == [row["draft_ids"][at] for at in order[drafted].tolist()]
         assert item["z_ids"][~drafted].tolist() == torch.tensor(row["input_ids"])[~drafted].tolist()
-
-
-def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):
-    directory = rewritten[1]
-    data = text_dataset(directory, Checkpoint(TARGET))
-    names = [row["id"].split("/")[0] for row in rows_of(directory)]
-    pieces = data.in_pieces(40, 2)
-    for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
-        config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
-        train, val = train_and_val(config, data, None, 4096, 2)
-        sides = [{owner[i] for i in side.indices} for side in (train, val)]
-        assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
-        # What `plan` expects is what is trained on.
-        assert training_documents(config, 4096, 2).lengths == train.lengths.tolist()
 
 
 def test_supervised_rows_keep_the_sources_answers_of_all_turns(talks, tmp_path, tokenizer):
