@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.data.store.datasets import (
     BATCH_COLUMNS,
     TEXT_COLUMNS,
+    TURN,
     ArtifactDataset,
     collate_features,
     open_dataset,
@@ -248,7 +249,9 @@ class Samples(Dataset):
 
 
 class ListedRows:
-    """Dataset of rows in memory, `{"input_ids": [T], "loss_mask": [T]}`, each a conversation of its own.
+    """Dataset of rows in memory, `{"input_ids": [T], "loss_mask": [T]}`.
+
+    Each is a conversation of its own, but for rows of one session, which have the same `id` up to the turn, and `turn`.
 
     digest: hash of their texts, and of their features if they bring any. id_range: smallest and largest token id.
     """
@@ -262,15 +265,22 @@ class ListedRows:
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise InputError("data", type(rows).__name__, "a sequence of rows", "Pass list(rows).")
         self.rows, digest, ids = rows, hashlib.sha256(), list[Tensor]()
+        # Of each row its session, and of each session its first turn and the row that has it.
+        sessions, first = list[str](), dict[str, tuple[int, int]]()
         for number in range(len(rows)):
             item = self.item(number, 0)
+            in_session = "id" in item and "turn" in item
+            sessions.append(TURN.sub("", str(item["id"])) if in_session else f"row {number}")
+            turn = int(item["turn"]) if in_session else 1, number
+            first[sessions[-1]] = min(first.get(sessions[-1], turn), turn)
             for name in (name for name in BATCH_COLUMNS if name in item):
                 digest.update(f"{name} {item[name].dtype} {list(item[name].shape)}".encode())
                 digest.update(item[name].contiguous().view(torch.uint8).numpy().tobytes())
             ids.append(item["input_ids"])
         self.digest = digest.hexdigest()
         self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
-        self.hashes = np.array([prompt_hash(*text) for text in self.whole_texts(range(len(rows)))], dtype=np.uint64)
+        begins = [first[name][1] for name in sessions]
+        self.hashes = np.array([prompt_hash(*text) for text in self.whole_texts(begins)], dtype=np.uint64)
         self.id_range = tuple(map(int, torch.cat(ids).aminmax())) if ids else (0, 0)
 
     def __len__(self) -> int:
@@ -341,7 +351,7 @@ def held_out(hashes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         InputError: nothing is left to train on.
     """
-    # The upper half: A data set takes a share of an artifact by the lower one.
+    # The upper half: a share of an artifact is taken by the lower one.
     held = (hashes >> np.uint64(32)) < int(share * 2**32)
     prompts = len(np.unique(hashes))
     if not held.any():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import glob
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
+# What the id of a later row of a session ends in.
+TURN = re.compile(r"/turn-\d+$")
 COLUMNS = {
     "prompts": TEXT_COLUMNS,
     "responses": TEXT_COLUMNS,
@@ -94,7 +97,7 @@ class Artifact:
         # A row that continues the conversation before it begins at a later turn.
         self.begins = np.ones(len(self.lengths), dtype=bool)
         if "turn" in names:
-            ids = pc.replace_substring_regex(self.table["id"], r"/turn-\d+$", "").to_numpy()
+            ids = pc.replace_substring_regex(self.table["id"], TURN.pattern, "").to_numpy()
             self.begins[1:] = (self.table["turn"].to_numpy()[1:] == 1) | (ids[1:] != ids[:-1])
 
     def values(self, name: str, row: int) -> np.ndarray:
