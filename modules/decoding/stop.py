@@ -142,29 +142,34 @@ class DraftView:
 # -- policies
 
 
-class StopPolicy(Protocol):
-    """Decides when a chain is long enough.
+class RoundObserver(Protocol):
+    """Part of a drafter that is shown every round."""
 
-    The token that a policy is shown stays in the draft: dropping it because of its value would bias the output.
-    """
-
-    max_drafted: int
     learners: Sequence[Learner] = ()
 
     def reset(self) -> None:
-        """Begin a new prompt."""
+        """Begin a new prompt; what was learned is kept."""
         return None
 
     def start_round(self) -> None:
         """Begin a new draft."""
         return None
 
-    def should_stop(self, view: DraftView) -> bool:
-        """Return whether `view.token` is to be the draft's last."""
-
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Take in the verdict on the round's draft."""
         return None
+
+
+class StopPolicy(RoundObserver, Protocol):
+    """Decides when a chain is long enough.
+
+    The token that a policy is shown stays in the draft: dropping it because of its value would bias the output.
+    """
+
+    max_drafted: int
+
+    def should_stop(self, view: DraftView) -> bool:
+        """Return whether `view.token` is to be the draft's last."""
 
 
 class FixedLengthStop(StopPolicy):
@@ -241,7 +246,7 @@ def sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
-class Predictor(Protocol):
+class Predictor(RoundObserver, Protocol):
     """Predictor of P(a drafted token is accepted | its prefix was), token by token.
 
     late: it predicts one token behind, because it reads the drafter's state AFTER that token.
@@ -250,22 +255,9 @@ class Predictor(Protocol):
 
     late: bool
     learns: bool
-    learners: Sequence[Learner] = ()
-
-    def reset(self) -> None:
-        """Start a new prompt; what was learned is kept."""
-        return None
-
-    def start_round(self) -> None:
-        """Start a new draft."""
-        return None
 
     def prob(self, view: DraftView) -> float:
         """Return the probability in [0, 1]; 1 if there is no token to predict yet."""
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn the verdict on the round's draft."""
-        return None
 
 
 class PredictionRule(Protocol):

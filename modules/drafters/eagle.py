@@ -91,10 +91,6 @@ class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
     def decoder_layers(self) -> Sequence[Layer]:
         return cast("Sequence[DecoderLayer]", self.layers)
 
-    @property
-    def fusion(self) -> nn.Linear:
-        return self.fc
-
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the layers' input [.., H] of embeddings and states [.., H]."""
         return self.fc(torch.cat([embeds, states], -1))

@@ -141,10 +141,6 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     def decoder_layers(self) -> Sequence[Layer]:
         return [self.layer, *cast("Iterable[DecoderLayer]", self.layers.values())]
 
-    @property
-    def fusion(self) -> nn.Linear:
-        return self.fc
-
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         """Return the first layer's input [.., 2H] of embeddings and states [.., H]; it norms both."""
         return torch.cat([embeds, states], -1)

@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.settings import MtpSettings
 from draftsmith.modules.drafters.unrolled import UnrolledHead
 from draftsmith.modules.layers import Layer
 from draftsmith.modules.llama_config import PLAIN, LlamaConfig, LlamaHeadConfig, RopeScaling, layers_of
-from draftsmith.modules.targets.native import NativeLayer, layer_settings, native_layer, native_shape
+from draftsmith.modules.targets.native import NativeLayer, layer_settings, native_layer, native_sizes
 from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.types import InputError
 
@@ -106,9 +106,7 @@ class MtpHead(UnrolledHead[MtpConfig, MtpSettings]):
             expected = f"one of {', '.join(LAYERS)}, whose MTP modules servers draft with"
             raise InputError("target", text.get("model_type", "a nameless family"), expected, "Train an eagle3 head.")
         layer = layer_settings(text, LAYERS[text["model_type"]])
-        shape = native_shape(layer)
-        sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        changes = PLAIN | sizes | {"sliding_window": shape.window, "rope_scaling": RopeScaling()}
+        changes = PLAIN | native_sizes(layer) | {"rope_scaling": RopeScaling()}
         return MtpConfig(layers_of(target, num_layers=1, **changes), layer)
 
     def start(self, weights: TargetWeights) -> None:

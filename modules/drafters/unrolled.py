@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +137,7 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
 
     cos: Tensor
     sin: Tensor
+    fc: nn.Linear
 
     depth_option: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
@@ -150,9 +150,9 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
         return 1
 
     @property
-    @abstractmethod
     def fusion(self) -> nn.Linear:
         """Linear layer that maps the joined embeddings and states to the head's width."""
+        return self.fc
 
     @property
     def tokens(self) -> Tensor | None:

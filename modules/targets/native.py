@@ -63,16 +63,6 @@ class Native(NamedTuple):
     sin: Tensor
 
 
-@dataclass(frozen=True)
-class NativeShape:
-    """Sizes of a layer's attention. head_dim: of keys, or of values where these are wider. window: None without one."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-
-
 def caller_attention(
     module: nn.Module,
     query: Tensor,
@@ -145,11 +135,12 @@ def native_layer(settings: Mapping[str, object], num_positions: int) -> Native:
     return Native(NativeLayer(layer), norm, cos[0].detach(), sin[0].detach())
 
 
-def native_shape(settings: Mapping[str, object]) -> NativeShape:
-    """Return the sizes of a layer's attention, as it calls it; arguments and errors as of `native_layer`."""
+def native_sizes(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the sizes of a layer's attention, as it calls it, as `LlamaConfig` names them; arguments and errors as of
+    `native_layer`. head_dim is that of keys, or of values where these are wider."""
     with torch.device("meta"):
         layer, norm, cos, sin = native_layer(settings, 1)
         x = cos.new_empty(1, sum(weight.numel() for weight in norm.parameters()))
         query, key, _ = layer.calls(x, cos[:, None], sin[:, None])
-    window = getattr(layer.layer.self_attn, "sliding_window", None)
-    return NativeShape(query.shape[-2], key.shape[-2], key.shape[-1], window)
+    sizes = {"num_heads": query.shape[-2], "num_kv_heads": key.shape[-2], "head_dim": key.shape[-1]}
+    return {**sizes, "sliding_window": getattr(layer.layer.self_attn, "sliding_window", None)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.stop import SlotConfidenceStop, StopPolicy, sigmoid
 from draftsmith.modules.drafters.block.net import BlockNet, DocumentBlocks, GroupedConv, LayerMask
+from draftsmith.modules.drafters.branches import group_of
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.engine.cache import KVCache, any_shape, as_bias, prepared
 from draftsmith.modules.engine.lean import LeanLayer, LeanLinear, LeanNorm, LeanStack, Linear, swap_modules
@@ -84,12 +85,11 @@ class SlotNet(DraftNet):
         reach = replace(llama, max_position=llama.max_position + config.block_size)
         self.stack = LeanStack(list(lean_layers), reach, target.dtype, target.device)
 
-    def _context(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the keys and values [C, layers, 2 * kv_heads, D] of the target's states [C, F] at positions [C]."""
+    def _read_context(self, cache: KVCache, features: Tensor, positions: Tensor) -> None:
+        """Write the keys and values of the target's states [C, F] at positions [C] behind what a cache holds."""
         llama, stack = self.config.llama, self.stack
-        states = self.head.read(features)
-        shape = len(states), llama.num_layers, 2 * llama.num_kv_heads, llama.head_dim
-        keys_values = self._keys_values(states).view(shape)
+        shape = len(features), llama.num_layers, 2 * llama.num_kv_heads, llama.head_dim
+        keys_values = self._keys_values(self.head.read(features)).view(shape)
         keys = keys_values[:, :, : llama.num_kv_heads]
         if self._key_norm is not None:
             keys.copy_(self._key_norm(keys))
@@ -97,17 +97,24 @@ class SlotNet(DraftNet):
         rotated = keys[..., : llama.rotary_dim]
         rolled = rotated.roll(llama.rotary_dim // 2, -1)
         rotated.mul_(stack.cos[positions][:, None]).addcmul_(rolled, stack.sin[positions][:, None])
-        return keys_values
+        for layer, fresh in enumerate(keys_values.unbind(1)):
+            cache.write(layer, *fresh[None].chunk(2, 2))
+        cache.length += len(keys_values)
 
-    def _block(self, anchors: Tensor) -> Tensor:
-        """Return the input [B, slots, H] of blocks behind these anchors, ids [B]."""
-        ids = torch.full((len(anchors), self._num_slots), self.config.mask_token, device=self.device)
-        ids[:, 0] = anchors
-        return self.embed(ids)
+    def _run_blocks(self, cache: KVCache, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """Return the states [S, n, H] of the slots that predict, of S blocks behind the text in a cache.
 
-    def _slots_of(self, x: Tensor) -> Tensor:
-        """Return the states [.., n, H] of the slots that predict, from those [.., slots, H] after the layers."""
-        return self.head.norm(x)[..., self.config.first_slot :, :]
+        tokens: [S] int64, the anchors' ids, on the device. anchors: [S] int64, where they stand in the cache.
+        """
+        stack, count = self.stack, len(anchors)
+        ids = torch.full((count, self._num_slots), self.config.mask_token, device=self.device)
+        ids[:, 0] = tokens
+        at = anchors[:, None] + torch.arange(self._num_slots, device=anchors.device) + cache.offset
+        at = at.flatten().to(self.device)
+        biases = self._biases(anchors, cache.length)
+        with any_shape(self.device):
+            x = stack.run(self.embed(ids).flatten(0, 1), stack.cos[at], stack.sin[at], cache, biases, False)
+        return self.head.norm(x.view(count, self._num_slots, -1))[:, self.config.first_slot :]
 
     def _lay(self, drafts: int) -> None:
         """Lay blocks that draft so many tokens from now on."""
@@ -130,32 +137,16 @@ class SlotNet(DraftNet):
         self._cache.offset = 0
 
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
-        self._read_context(features)
+        cache, unread = self._cache, len(features)
+        start = cache.length + cache.offset
+        skipped = cache.make_room(self.config.reach, unread, self.config.block_size)
+        positions = torch.arange(start + skipped, start + unread).to(self.device)
+        self._read_context(cache, features[skipped:], positions)
         anchor = torch.tensor(tokens[-1:], device=self.device)
-        self._hidden = self._run_block(anchor)  # [n, H], of the slots
+        self._hidden = self._run_blocks(cache, anchor, torch.tensor([cache.length]))[0]  # [n, H], of the slots
         self._logits = self._lm_head(self._hidden)  # [n, draft vocabulary], of the slots alone
         self._memory: Tensor | None = None
         return self._slot(0, anchor)
-
-    def _read_context(self, unread: Tensor) -> None:
-        """Read states [T, F] of the target that follow what was read."""
-        cache = self._cache
-        start = cache.length + cache.offset
-        skipped = cache.make_room(self.config.reach, len(unread), self.config.block_size)
-        positions = torch.arange(start + skipped, start + len(unread)).to(self.device)
-        keys_values = self._context(unread[skipped:], positions)
-        for layer, fresh in enumerate(keys_values.unbind(1)):
-            cache.write(layer, *fresh[None].chunk(2, 2))
-        cache.length += len(keys_values)
-
-    def _run_block(self, anchor: Tensor) -> Tensor:
-        """Return the states [n, H] of the slots that predict, of the block behind the text."""
-        stack, cache, start = self.stack, self._cache, torch.tensor([self._cache.length])
-        biases = self._biases(start, cache.length)
-        at = (start + torch.arange(self._num_slots) + cache.offset).to(self.device)
-        with any_shape(self.device):
-            x = stack.run(self._block(anchor)[0], stack.cos[at], stack.sin[at], cache, biases, False)
-        return self._slots_of(x)
 
     def _biases(self, anchors: Tensor, length: int) -> list[Tensor]:
         """Return the attention bias of each layer, of blocks at anchors [S] of a text of so many cached tokens."""
@@ -198,25 +189,15 @@ class SlotNet(DraftNet):
         assert features is not None and len(features) == len(tokens)
         self._tokens = torch.tensor(tokens, device=self.device)
         self._lay(depth)
-        positions = torch.arange(len(tokens), device=self.device)
-        self._text = self._context(features, positions)  # [T, layers, 2 * kv_heads, D]
+        self._text = self.stack.new_cache(1, len(tokens) + group_of(depth) * self._num_slots)
+        self._read_context(self._text, features, torch.arange(len(tokens), device=self.device))
 
     def branch(self, starts: Tensor) -> Tensor:
-        stack, slots = self.stack, self._num_slots
         anchors = starts.to(self.device) - 1
-        x = self._block(self._tokens[anchors]).flatten(0, 1)  # [S * slots, H]
-        at = (anchors[:, None] + torch.arange(slots, device=self.device)).flatten()
-        length = len(self._tokens)
-        cache = stack.new_cache(1, length + len(x))
-        for layer, own in enumerate(self._text.unbind(1)):
-            cache.write(layer, *own[None].chunk(2, 2))
-        cache.length = length
-        biases = self._biases(anchors, length)
-        with any_shape(self.device):
-            states = stack.run(x, stack.cos[at], stack.sin[at], cache, biases, False)
-        self._hidden = self._slots_of(states.view(len(anchors), slots, -1))  # [S, n, H]
+        tokens = self._tokens[anchors]
+        self._hidden = self._run_blocks(self._text, tokens, anchors)  # [S, n, H]
         self._memory = None
-        return self._branch_state(0, self._tokens[anchors])
+        return self._branch_state(0, tokens)
 
     def read(self, tokens: Tensor, depth: int) -> Tensor:
         # Behind the block's last slot there is no state.
