@@ -197,23 +197,6 @@ def test_a_chain_that_the_host_sees_at_its_end_names_the_place(params):
     assert caught.value.position == 2
 
 
-def test_a_masked_vocabulary_is_decoded():
-    """-inf on all tokens but three, in the target and its draft."""
-    target, draft = small_lm(1), small_lm(2)
-    for lm in (target, draft):
-        plain = lm.lm_head
-        masked = torch.full((V,), -math.inf)
-        masked[[2, 9, 11]] = 0
-        lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked
-    for label in ("spec:k=3", "online:c=0.1:max=4", "self-verify:k=3"):
-        for params in MODES:
-            made = generate_one(
-                target, parse_method(label).build(Models(target, draft, capacity=CONTEXT)), PROMPT, params, 12,
-                TorchSource(0), (),
-            )  # fmt: skip
-            assert set(made.tokens) <= {2, 9, 11} and len(made.tokens) == 12
-
-
 def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops():
     head = small_models("acceptance").acceptance
     view = DraftView(2, 3, torch.ones(1, H), torch.zeros(V), None)

@@ -216,15 +216,6 @@ def test_a_frozen_lm_head_and_no_tokens():
     assert nothing.total == 0 and nothing.accepted.shape == (0, 3)
 
 
-def test_a_gradient_is_taken_once():
-    """It is scaled in place: a second time it would be scaled twice."""
-    x = Leaves()
-    total, _ = token_loss(x.logits, V, x.hidden[0], LABELS)
-    torch.autograd.grad(2 * total, x.hidden[0], retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(total, x.hidden[0])
-
-
 def test_terms_are_differentiated_one_after_the_other():
     """So that the logits of one exist at a time."""
     order = []

@@ -80,30 +80,6 @@ def depth_of(tree: DraftTree) -> int:
     return max(depths, default=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [("spec:k=3", GREEDY), *((name, SAMPLING) for name in ("spec:k=3", "tree", "eagle-tree", "hsddw"))],
-)
-def test_watchers_hear_of_what_was_emitted(name, params):
-    """End tokens amid accepted drafts: what is shown is the answer, piece by piece, and counts no token cut from it."""
-    cut = 0
-    for seed in range(40):
-        target = TableLM(seed)
-        made, rounds = rounds_of(
-            target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
-            max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
-        )  # fmt: skip
-        assert [token for done in rounds for token in done.tokens] == made.tokens
-        assert made.ended == (made.tokens[-1] == 3) and 3 not in made.tokens[:-1]
-        for done in rounds[1:]:
-            accepted = [done.tree.tokens[node] for node in done.verdict.path]
-            assert done.tokens[: done.num_accepted] == accepted[: done.num_accepted]
-            assert done.num_accepted == min(len(accepted), len(done.tokens))
-            cut += len(accepted) > len(done.tokens)
-        assert made.trace.num_accepted == sum(done.num_accepted for done in rounds)
-    assert cut > 0
-
-
 @pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle-tree"])
 def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     """Features of the root and of the accepted nodes that the target has read, wherever in the tree they lie."""

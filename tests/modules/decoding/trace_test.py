@@ -59,7 +59,7 @@ class CountingLM(TableLM):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_trace_of_every_method_is_a_true_account(name):
-    drafted = accepted = 0
+    drafted = accepted = cut = 0
     for seed, temperature in itertools.product(range(8), (0.0, 1.0)):
         target, rounds = CountingLM(seed), []
         drafter = method(name, target, seed - 100 if seed % 3 == 0 else seed)()  # a third of the drafts: the target
@@ -81,6 +81,8 @@ def test_the_trace_of_every_method_is_a_true_account(name):
             assert [tree.parents[node] for node in verdict.path] == [-1, *verdict.path][: len(verdict.path)]
             made = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
             assert shown.tokens == made[: step.num_emitted] and step.num_accepted == len(verdict.path)
+            assert shown.num_accepted == min(step.num_accepted, step.num_emitted)
+            cut += step.num_accepted > step.num_emitted
             # Only the last round is cut.
             assert step is trace.steps[-1] or step.num_emitted == len(made)
             assert step.num_drafted == len(tree.tokens)
@@ -90,12 +92,14 @@ def test_the_trace_of_every_method_is_a_true_account(name):
             lost = sum(step.num_drafted + 1 - step.num_emitted for step in trace.steps)
             assert trace.num_discarded == lost
         assert trace.num_draft_tokens + trace.num_target_calls == trace.num_tokens + trace.num_discarded
-        assert 0 <= trace.num_accepted <= trace.num_draft_tokens
-        assert done.ended == (done.tokens[-1] in eos_ids) and (done.ended or len(done.tokens) == 12)
+        assert trace.num_accepted == sum(r.num_accepted for r in drafts) <= trace.num_draft_tokens
+        assert not {*eos_ids} & {*done.tokens[:-1]} and done.ended == (done.tokens[-1] in eos_ids)
+        assert done.ended or len(done.tokens) == 12
         drafted, accepted = drafted + trace.num_draft_tokens, accepted + trace.num_accepted
     # Lookups seldom find anything in twelve tokens of four; that they draft at all is enough here.
     assert name == "ar" or drafted > 0
     assert name in ("ar", "pld") or 0 < accepted < drafted
+    assert cut > 0 or name != "spec:k=3"
 
 
 def hierarchy():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from oracles import drafts
 from oracles.heads import PlainBlock
-from oracles.tables import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
@@ -18,7 +17,7 @@ from worlds import in_rows, quick_block_head, run_models, tiny_llama_dir
 from draftsmith.eval.check.states import answered_prompts
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop, ThresholdRule
-from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.block import net
@@ -329,22 +328,6 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
             assert list(tree.tokens) == wanted
             lengths.add(len(wanted))
     assert {0, SLOTS} < lengths
-
-
-TABLE_LAYERS = LlamaConfig(V, H, 8, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=H, max_position=32)
-SAMPLING = SamplingParams(temperature=0.9, top_k=3)
-
-
-def table_head(shape: str) -> Any:
-    return random_head(config_of(TABLE_LAYERS, (1, 2), 3, V - 1, shape), 2, 1.0).requires_grad_(False)
-
-
-@pytest.mark.parametrize("shape", HEADS)
-def test_dynamic_trees_of_one_pass_are_lossless(shape):
-    target, head = TableLM(1), table_head(shape)
-    tree = DynamicTree(nodes=6, depth=2, topk=2)
-    found = decoded_distribution(target, lambda: TreeDrafter(head.net(target), tree, 32), SAMPLING, 3, 5)
-    assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10
 
 
 def test_blocks_are_drawn_by_the_seeds_and_lengths_vary_if_asked(target):

@@ -23,7 +23,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.drafters import branches, head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, layers_like
 from draftsmith.modules.drafters.branches import BranchDrafter
@@ -261,27 +261,28 @@ def test_its_cost_grows_with_what_it_reads(drafter):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 3)], ids=str)
-def test_its_branches_draft_what_its_chains_draft(drafter, params):
-    """From several places of a text side by side, greedily and drawn, by the same logits."""
+def test_its_branches_draft_what_its_chains_draft(drafter, params, monkeypatch):
+    """From several places of a text, two side by side, greedily and drawn, by the same logits."""
+    monkeypatch.setattr(branches, "GROUP_TOKENS", 6)
     target, text, drafter = TableLM(1), [2, 0, 1, 3, 0, 1, 2], drafter.double()
     features = captured(
         torch.stack([target.row(tuple(text[: i + 1]))[1] for i in range(len(text))]), drafter.aux_layers
     )
-    branches, starts = BranchDrafter(drafter.net(target), 3), [2, 4, 5, len(text)]
-    branches.open(text[::-1], features)  # leaves nothing behind
-    branches.open(text, features)
+    branched, starts = BranchDrafter(drafter.net(target), 3), [2, 4, 5, len(text)]
+    branched.open(text[::-1], features)  # leaves nothing behind
+    branched.open(text, features)
     uniforms = torch.rand(4, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    drafted = branches.draft(starts, 3, params, uniforms)
+    drafted = branched.draft(starts, 3, params, uniforms)
     for number, start in enumerate(starts):
         spy = Spy(3)
         chain = ChainDrafter(drafter.net(target), spy, CAPACITY)
         chain.start(text[: start - 1], features[: start - 1], text[start - 1])
         tree = chain.propose(3, Sampler(params, Given(uniforms[number].tolist())))
         assert drafted.tokens[number].tolist() == list(tree.tokens)
-        logits = branches.lm_head(drafted.hidden[number])
+        logits = branched.lm_head(drafted.hidden[number])
         # Rotations are in float32.
         torch.testing.assert_close(logits, torch.stack([logits for _, _, logits in spy.rounds[0]]), rtol=0, atol=1e-5)
-    assert torch.allclose(branches.states(starts, drafted.tokens)[:, :3], drafted.hidden)
+    assert torch.allclose(branched.states(starts, drafted.tokens)[:, :3], drafted.hidden)
 
 
 def test_policies_are_shown_the_result_of_every_round_but_the_last(drafter):
@@ -301,9 +302,9 @@ def test_it_drafts_in_the_targets_type_whatever_its_own_is(drafter, own, theirs)
     shape = StaticTree.from_paths([[0], [1], [0, 0]])
     drafted = []
     for head in (drafter, copy.deepcopy(drafter).to(theirs)):
-        branches = BranchDrafter(head.net(target), 3)
-        branches.open(text, features)
-        found = [branches.draft([len(text)], 3).tokens.tolist()]
+        branched = BranchDrafter(head.net(target), 3)
+        branched.open(text, features)
+        found = [branched.draft([len(text)], 3).tokens.tolist()]
         drafters = [ChainDrafter(head.net(target), FixedLengthStop(3), CAPACITY)]
         if head.drafts:  # a draft model has chains only
             drafters.append(TreeDrafter(head.net(target), shape, CAPACITY))

@@ -122,20 +122,6 @@ def test_the_drafter_computes_what_training_computed(prompt, num_layers):
     assert len(accepted) > 1, "no drafts were accepted: the test does not see the catching up"
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_layers):
-    # Oracle: draft step by step with single passes, from each row, appending the head's own output as the next feature.
-    head, length, num_ttt_steps = make_head(num_layers=num_layers), 8, 4
-    embeds, features = torch.randn(2, 2, length, H, dtype=torch.float64)
-    ttt_steps = head.unroll(F.pad(embeds, (0, 0, 0, num_ttt_steps)), features, num_ttt_steps)
-    for first in range(length - num_ttt_steps):
-        read = features[:, : first + 1]
-        for step in range(num_ttt_steps):
-            hidden = head.unroll(embeds[:, : first + 1 + step], read, 1)[0][:, -1]
-            torch.testing.assert_close(ttt_steps[step][:, first], hidden, atol=1e-12, rtol=1e-12)
-            read = torch.cat([read, hidden[:, None]], dim=1)
-
-
 def test_a_head_for_a_target_has_what_other_systems_hold_of_its_layers():
     scaling = RopeScaling("llama3", 8.0, original_max_position=64)
     switches = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 8}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import CONTEXT, HYBRIDS, VOCAB, hybrid_model, language_model
-from oracles.tables import V, decoded_distribution, target_distribution, total_variation
 from worlds import in_rows
 
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
@@ -128,27 +127,6 @@ def test_bfloat16_differs_by_rounding_only(name):
         )
     differences = [(each - expected).norm(dim=-1).median() for each in (torch.cat(found), rounded)]
     assert differences[0] < 2 * differences[1] < expected.norm(dim=-1).median()
-
-
-@pytest.mark.slow
-def test_sampled_text_follows_the_target():
-    """Every branch of the draws is followed; the target's own distribution is of whole forwards."""
-    target, params = checked("Jamba", V), SamplingParams(1.0, top_k=2)
-    rows = {}
-
-    @torch.no_grad()
-    def row(prefix: tuple[int, ...]) -> tuple[torch.Tensor]:
-        if prefix not in rows:
-            rows[prefix] = target.model(input_ids=torch.tensor([prefix]), use_cache=False).logits[0, -1].double()
-        return (rows[prefix],)
-
-    target.row = row
-    draft = checked("LFM2", V)
-    found = decoded_distribution(
-        target, lambda: ChainDrafter(DraftModelNet(draft), FixedLengthStop(2), CONTEXT), params, 3, 5
-    )
-    expected = target_distribution(target, params, 3)
-    assert len(expected) == 8 and total_variation(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", [*KINDS, "Mamba"])

@@ -1,4 +1,4 @@
-"""Both engines against transformers' own forward on whole sequences: uncached, chains, trees, compaction, batches."""
+"""Both engines against transformers' own forward on whole sequences; chains and trees are read in session_test.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-attention-bias": {"attention_bias": True, "tie_word_embeddings": True},
 }
-# What the universal engine and fixed shapes add does not depend on a layer's switches.
+# What the universal engine adds does not depend on a layer's switches.
 SOME = ["llama", "llama-tied", "llama-rope-llama3", "mistral-window", "qwen3"]
 PREFIX = 11  # longer than the sliding window, so that it hides something everywhere
 # Layers that differ: the lean path refuses them, the universal one must window the right layers.
@@ -103,16 +103,11 @@ def case_of(tmp_path_factory) -> Any:
     return make
 
 
-def variants(*engines: str) -> list[tuple[str, str]]:
-    """Return every variant for the lean engine, and some for the others."""
-    return [(name, engine) for engine in engines for name in (VARIANTS if engine == "lean" else SOME)]
-
-
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "engine"), variants("lean", "hf"))
+@pytest.mark.parametrize(("name", "engine"), [*((name, "lean") for name in VARIANTS), *((name, "hf") for name in SOME)])
 def test_whole_sequences(case_of, name, engine):
     """Embeddings, features and logits, with right padding too."""
     case = case_of(name)
@@ -139,37 +134,6 @@ def test_the_mlp_of_a_long_text_runs_in_pieces(case_of, monkeypatch):
         states = case.oracle.model(ids, use_cache=False, output_hidden_states=True).hidden_states
     monkeypatch.setattr(lean, "MLP_ROWS", 11)
     assert_close(lm.features(ids, aux_layers=(0, 1, 3)), torch.cat(states, -1))
-
-
-@pytest.mark.parametrize(("name", "engine"), variants("lean", "lean static", "hf"))
-def test_chains_and_trees_in_a_session(case_of, name, engine):
-    case = case_of(name)
-    engine, _, static = engine.partition(" ")
-    session = case.engines[engine].session(1, 60, static=bool(static))
-
-    # Chains of different lengths, of which all logits are made or only the last two.
-    tokens = case.tokens(26)
-    expected, at = case.logits(tokens), 0
-    for size in (1, 9, 1, 1, 4, 10):
-        count = min(size, 2) if size == 4 else size
-        scores = session.extend([tokens[at : at + size]], logits_to_keep=count)
-        at += size
-        assert scores.logits.shape[1] == count or static
-        assert_close(scores.logits[0, :count], expected[at - count : at])
-        assert list(session.lengths) == [at]
-
-    # The session goes back, and starts over with a tree and without a prefix.
-    session.keep([5])
-    follow = case.tokens(3, seed=8)
-    assert_close(session.extend([follow]).logits[0], case.logits(tokens[:5] + follow)[-1:])
-    for prefix in (0, PREFIX):
-        session.reset(1)
-        kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(random.Random(2), 10)
-        if kept:
-            session.extend([kept])
-        logits = session.extend([nodes], [parents], logits_to_keep=10).logits[0]
-        for node in range(10):
-            assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])
 
 
 @pytest.mark.parametrize(("name", "engine"), [("llama", "lean"), ("mistral-window", "lean"), ("qwen3", "hf")])
