@@ -51,15 +51,10 @@ def matrices(module: nn.Module, rows: float, chosen: int = 1) -> float:
     return 2.0 * rows * sum(w.numel() * chosen // len(w) if w.dim() == 3 else w.numel() for w in weights)
 
 
-def layer_matrices(config: LlamaConfig, rows: int) -> float:
-    """Count the projections and the MLP of ONE layer."""
-    size = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = linear(size, queries + 2 * keys, rows) + linear(queries, size, rows)
-    return projections + 3 * linear(size, config.intermediate_size, rows)
-
-
 def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     """Count all decoder layers over documents, without embedding and lm_head: a target's features."""
-    pairs = causal_pairs(lengths, config.sliding_window)
-    return config.num_layers * (layer_matrices(config, sum(lengths)) + attention(config, pairs))
+    size, rows, pairs = config.hidden_size, sum(lengths), causal_pairs(lengths, config.sliding_window)
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = linear(size, queries + 2 * keys, rows) + linear(queries, size, rows)
+    mlp = 3 * linear(size, config.intermediate_size, rows)
+    return config.num_layers * (projections + mlp + attention(config, pairs))

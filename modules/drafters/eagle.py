@@ -92,7 +92,6 @@ class EagleHead(UnrolledHead[EagleConfig, EagleSettings]):
         return cast("Sequence[DecoderLayer]", self.layers)
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Return the layers' input [.., H] of embeddings and states [.., H]."""
         return self.fc(torch.cat([embeds, states], -1))
 
     # -- a new head

@@ -154,11 +154,9 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
         return embeds, states
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the head's states [.., H] for the layers' outputs."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits_input(self, hidden: Tensor) -> Tensor:
-        """Return the input [.., H] of lm_head for states [.., H]."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -91,7 +91,6 @@ class MtpHead(UnrolledHead[MtpConfig, MtpSettings]):
         return self.config.layer.get("num_experts_per_tok", 1)
 
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Return the layer's input [.., H] of embeddings and states [.., H]."""
         return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
 
     def normed(self, hidden: Tensor) -> Tensor:
