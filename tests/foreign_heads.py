@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import Package, TargetFacts
+from draftsmith.modules.formats.base import ImportedHead, Package, TargetFacts
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
-from draftsmith.modules.pretrained.heads import stored_tensors
+from draftsmith.modules.pretrained.heads import build_head, stored_tensors
 
 V, H, CONTEXT = 20, 12, 64
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
@@ -100,21 +100,23 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def written(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Package:
-    """Export the random EAGLE-3 head for one of these systems."""
+    """Export the random EAGLE-3 head for one of these systems, or llama.cpp."""
     head = random_eagle3(**settings)
-    return EAGLE3[name].write(head.config, stored_tensors(head), dtype, TARGET)
+    return formats()[name, "eagle3"].write(head.config, stored_tensors(head), dtype, TARGET)
+
+
+def where(imported: ImportedHead) -> list[str]:
+    return [problem.where for problem in imported.problems]
+
+
+def assert_same(imported: ImportedHead, head: Any) -> None:
+    """Check that a head was read as its own system computes it, to the bit."""
+    assert imported.config == head.config and imported.problems == ()
+    again = stored_tensors(build_head(head.kind, imported.config, imported.state))
+    assert again.keys() == stored_tensors(head).keys()
+    for key, tensor in stored_tensors(head).items():
+        assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor), key
 
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
-
-
-class Block(nn.Module):
-    """A linear layer and SiLU, with a way around it, as of Medusa and SpecDec++."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))

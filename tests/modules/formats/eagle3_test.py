@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in four systems' directories: round trips, other trainers' spellings, and planted defects."""
+"""EAGLE-3 heads in five systems' directories: round trips, other trainers' spellings, and planted defects."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from foreign_heads import (
     YARN,
     H,
     V,
+    assert_same,
     changed,
     facts,
     llama,
     rand,
     random_eagle3,
+    where,
     written,
 )
 from oracles.heads import PlainEagle3
 
-from draftsmith.modules.formats.base import ImportedHead, Package
+from draftsmith.modules.formats import formats
+from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.foreign import detect, head_kind
+from draftsmith.modules.formats.gguf import head_from_gguf, head_to_gguf
 from draftsmith.modules.formats.llama import flat
-from draftsmith.modules.pretrained.heads import build_head, stored_tensors
+from draftsmith.modules.llama_config import RopeScaling
+from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.types import InputError
 
 # Settings of a head -> the systems that hold it.
@@ -55,10 +60,12 @@ HELD = {
     ),
 }
 CASES = [(case, name) for case, (_, names) in HELD.items() for name in names]
-
-
-def where(imported: ImportedHead) -> list[str]:
-    return [problem.where for problem in imported.problems]
+GGUF_ROPE = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)  # the only one that such files can mean
+STEEP = RopeScaling("yarn", 4.0, original_max_position=64, beta_fast=4.0, beta_slow=0.5)
+LLAMACPP = [
+    *({}, {"norm_before_fc": True, "aux_layers": (1, 4, 11)}, {"norm_before_residual": True, "own_embedding": True}),
+    *({"llama_config": llama(rope_scaling=rope, head_dim=16)} for rope in (GGUF_ROPE, LINEAR, YARN, PART, STEEP)),
+]
 
 
 @pytest.mark.parametrize(("case", "name"), CASES)
@@ -66,14 +73,22 @@ def test_a_head_comes_back_bit_by_bit(case, name):
     for dtype, reduced in ((torch.float32, True), (torch.bfloat16, True), (torch.float32, False)):
         head = random_eagle3(reduced=reduced, **HELD[case][0]).to(dtype)
         package = EAGLE3[name].write(head.config, stored_tensors(head), dtype, TARGET)
-        imported = EAGLE3[name].read(package, TARGET)
-        assert imported.config == head.config and imported.problems == ()
-        again = stored_tensors(build_head("eagle3", imported.config, imported.state))
-        assert again.keys() == stored_tensors(head).keys()
-        for key, tensor in stored_tensors(head).items():
-            assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor), key
+        assert_same(EAGLE3[name].read(package, TARGET), head)
         other = detect(package, TARGET).read(package, TARGET)
         assert other.config == head.config
+
+
+@pytest.mark.parametrize("settings", LLAMACPP)
+def test_a_head_comes_back_from_gguf(settings):
+    """It has ids, not offsets; layers by name; an embedding only if it is not the target's."""
+    for reduced in (True, False):
+        head = random_eagle3(reduced=reduced, **settings)
+        metadata, tensors = head_to_gguf(written("llamacpp", reduced=reduced, **settings))
+        package = head_from_gguf({"general.architecture": "eagle3", **metadata}, tensors)
+        assert_same(detect(package, TARGET).read(package, TARGET), head)
+        assert not reduced or torch.equal(tensors["d2t"], D2T)
+        assert metadata["eagle3.target_layers"] == list(head.config.aux_layers)
+        assert ("token_embd.weight" in tensors) == head.config.own_embedding
 
 
 @pytest.mark.parametrize(("case", "name"), CASES)
@@ -165,16 +180,19 @@ REFUSED = [
     ({"llama_config": llama(rope_scaling=LLAMA3)}, "rope_scaling: found llama3", ("eagle",)),
     ({"llama_config": llama(head_dim=8)}, "head_dim: found 8", ("eagle",)),
     ({"llama_config": llama(qkv_bias=True)}, "qkv_bias: found True", tuple(EAGLE3)),
-    ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none: SafeAILab", ("eagle",)),
+    ({"llama_config": llama(sliding_window=4)}, "sliding_window: found 4, expected none", ("eagle", "llamacpp")),
     ({"own_embedding": True}, "own_embedding: found True, expected false: SGLang takes the target's", ("sglang",)),
-    ({"llama_config": llama(num_layers=2)}, "num_layers: found 2, expected 1, all that SafeAILab.* comp", ("eagle",)),
+    ({"llama_config": llama(num_layers=2)}, "num_layers: found 2, expected 1", ("eagle", "llamacpp")),
+    ({"fc_norm": True}, "fc_norm: found True, expected no norms.*--version 3", ("llamacpp",)),
+    ({"norm_output": True}, "norm_output: found True.*--version 3", ("llamacpp",)),
+    ({"aux_layers": (1, 4)}, r"layers: found \[1, 4\], expected 3 layers", ("llamacpp",)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "reason", "names"), REFUSED)
 def test_a_head_that_a_system_would_compute_otherwise_is_refused_in_one_line(settings, reason, names):
     for name in names:
-        assert not EAGLE3[name].holds(random_eagle3(**settings).config)
+        assert not formats()[name, "eagle3"].holds(random_eagle3(**settings).config)
         with pytest.raises(InputError, match=reason) as error:
             written(name, **settings)
         assert "\n" not in str(error.value)
@@ -282,8 +300,6 @@ DEFECTS = {
     "no d2t": ({}, {"d2t": None}, {key: ["d2t"] for key in EAGLE3}),
     "no t2d": ({}, {"t2d": None}, {"vllm": [], "sglang": [], "eagle": [], "speculators": ["t2d"]}),
     "no embedding": ({}, {"embed_tokens.weight": None}, {"vllm": [], "speculators": []}),
-    "norm_before_residual": ({"norm_before_residual": True}, {},
-                             {"eagle": ["norm_before_residual"], "sglang": ["norm_before_residual"]}),
     "another class": ({"architectures": ["LlamaEagle3DraftModel"]}, {},
                       {"vllm": ["architectures"], "sglang": ["architectures"], "eagle": []}),
     "no draft_vocab_size": ({"draft_vocab_size": ...}, {},
@@ -331,8 +347,6 @@ def test_a_speculators_directory_that_says_nothing_of_the_residual_is_two_heads(
 
 
 UNREADABLE = [
-    ({}, {"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
-    ({}, {"norm.bias": rand(H)}, "norm.bias is unknown"),
     ({}, {"fc.weight": rand(H, 3 * H + 1)}, r"fc.weight: found a tensor \[12, 37\]"),
     ({}, {"fc.weight": rand(H, 2 * H)}, r"layers: found \[2, 6, 9\], expected 2 distinct ones"),
     ({}, {"d2t": torch.zeros(len(D2T), dtype=torch.int64) + 19}, "d2t: found ids of"),

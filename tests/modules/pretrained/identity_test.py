@@ -1,4 +1,4 @@
-"""Identity hashes of models and tokenizers: what changes them, what does not, and which commands compare them."""
+"""Identity hashes of models and tokenizers: what changes them, and what does not."""
 
 from __future__ import annotations
 
@@ -14,23 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from worlds import tiny_llama_dir
 
-from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 
 
 def identity(directory: Path, **how: Any) -> dict[str, str]:
     return load_lm(str(directory), **how).info.identity
-
-
-def scale_projections(directory: Path, factor: float = 1.15) -> Path:
-    """Change weights as fine-tuning does, with the same output embedding."""
-    state = load_file(directory / "model.safetensors")
-    state |= {name: tensor * factor for name, tensor in state.items() if "_proj" in name}
-    save_file(state, directory / "model.safetensors", {"format": "pt"})
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +30,6 @@ def pristine(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(pristine, tmp_path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "copy"))
-
-
-@pytest.fixture
-def scaled(copy) -> Path:
-    return scale_projections(copy)
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
@@ -113,27 +97,3 @@ def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(copy):
         found.append(Checkpoint(copy).identity["weights"])
     # The last change lies between two runs.
     assert len(set(found)) == 3 and found[3] == found[2]
-
-
-def test_a_change_that_keeps_size_and_time_is_seen(copy):
-    before, about = identity(copy), (copy / "model.safetensors").stat()
-    scale_projections(copy)
-    os.utime(copy / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert (copy / "model.safetensors").stat().st_size == about.st_size
-    assert identity(copy)["weights"] != before["weights"]
-
-
-@pytest.fixture
-def head(pristine, tmp_path) -> Path:
-    target = load_lm(str(pristine))
-    layer = EagleConfig.for_target(target.config)
-    return save_head(tmp_path / "head", EagleHead(layer), {"target": target.info.identity}, "card")
-
-
-def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys):
-    words = ["decode", "Hi", "--method", "eagle:k=2", "--head", str(head), "--max-new-tokens", "4"]
-    assert main([*words, "--target", str(pristine)]) == 0
-    capsys.readouterr()
-    assert main([*words, "--target", str(scaled)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "trained for another model (weights differ)" in error and "draftsmith train eagle --init" in error
