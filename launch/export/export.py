@@ -27,7 +27,7 @@ from draftsmith.modules.pretrained.card import measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
 from draftsmith.modules.pretrained.directory import RECORD, check_own
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
-from draftsmith.modules.pretrained.gguf import copied_tokenizer
+from draftsmith.modules.pretrained.gguf import copied_metadata
 from draftsmith.modules.pretrained.gguf_writer import (
     rounded_to_q8,
     tokenizer_metadata,
@@ -287,8 +287,9 @@ def target_tokenizer(config: ExportConfig, target: Checkpoint) -> dict[str, Any]
     file = target_file(config, target.path)
     if file is None:
         return tokenizer_metadata(target)
-    fields, size = copied_tokenizer(file), target.shape.vocab_size
-    count = len(fields["tokenizer.ggml.tokens"][0])
+    copied: dict[str, Any] = copied_metadata(file)
+    fields = {name: value for name, value in copied.items() if name.startswith("tokenizer.")}
+    count, size = len(fields["tokenizer.ggml.tokens"][0]), target.shape.vocab_size
     if count != size:
         raise InputError(
             "target_gguf", f"{file} with {count} tokens", f"{size}, as {target.path} has", "Pass its own file."

@@ -275,17 +275,16 @@ def reordered(
     kind: str,
     name: str,
     tensor: Tensor,
-    heads: tuple[int, int],
+    llama: LlamaConfig,
     reorder: Callable[[Tensor, int, int | None], Tensor],
-    rotated: int | None = None,
 ) -> Tensor:
     """Reorder a tensor of q or k if GGUF files of this architecture hold rotary pairs as neighbors.
 
-    name: in a directory. heads: of queries, and of keys. reorder: `to_adjacent` or `to_halves`.
+    name: in a directory. llama: sizes. reorder: `to_adjacent` or `to_halves`.
     """
-    counts = dict(zip(("q_proj", "k_proj"), heads, strict=True)) if kind in ADJACENT_ROPE else {}
-    count = counts.get(name.split(".")[-2]) if "." in name else None
-    return tensor if count is None else reorder(tensor, count, rotated)
+    if kind not in ADJACENT_ROPE or not re.search(r"[qk]_proj\.", name):
+        return tensor
+    return reorder(tensor, len(tensor) // llama.head_dim, llama.rotary_dim)
 
 
 def head_to_gguf(package: Package) -> tuple[Fields, dict[str, Tensor]]:
@@ -298,9 +297,7 @@ def head_to_gguf(package: Package) -> tuple[Fields, dict[str, Tensor]]:
             # The target's ids, where other systems store what is added to the drafted one.
             tensors["d2t"] = tensor + torch.arange(len(tensor))
         elif name != "t2d":
-            heads = llama.num_heads, llama.num_kv_heads
-            placed = reordered(kind, name, tensor, heads, to_adjacent, llama.rotary_dim)
-            tensors[str(gguf_name(kind, name))] = placed
+            tensors[str(gguf_name(kind, name))] = reordered(kind, name, tensor, llama, to_adjacent)
     if kind == "eagle3":
         own: Fields = {
             "target_layers": [*(layer_ids(raw) or ())],
@@ -365,12 +362,11 @@ def head_from_gguf(fields: Mapping[str, object], tensors: Mapping[str, Tensor]) 
             **{name: value for name in (*SELECTOR.values(), SOFTCAP) if (value := metadata.get(name)) is not None},
         }
     llama = llama_sizes(layers)
-    heads = llama.num_heads, llama.num_kv_heads
     package: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name == "d2t":
             package["d2t"] = tensor - torch.arange(len(tensor))
         elif name != "rope_freqs.weight":
             known = directory_name(kind, name) or name
-            package[known] = reordered(kind, known, tensor, heads, to_halves, llama.rotary_dim)
+            package[known] = reordered(kind, known, tensor, llama, to_halves)
     return Package(config, package)

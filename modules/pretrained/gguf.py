@@ -10,7 +10,6 @@ import collections
 import hashlib
 import itertools
 import logging
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,9 @@ from torch import Tensor
 from draftsmith.modules.formats.base import Package
 from draftsmith.modules.formats.gguf import HEADS, directory_name, head_from_gguf, read_layers, reordered
 from draftsmith.modules.formats.llama import to_halves
+from draftsmith.modules.llama_config import llama_sizes
 from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole_directory, write_json, write_tensors
+from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.targets.llama import empty_model
 from draftsmith.modules.targets.shape import llama_config
@@ -38,7 +39,6 @@ logger = logging.getLogger("draftsmith")
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = ("I8", "I16", "I32", "I64")
-ARCHITECTURE, LONGEST_NAME = b"general.architecture", 64
 RECORD = "gguf.json"  # in the directory: the file's hash and how many of its tensors have each type
 SHARD_BYTES = 4 << 30
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -93,7 +93,6 @@ def dequantized_directory(file: Path) -> Path:
     directory = file.with_name(f"{file.name}.dequantized")
     if read_record(directory).get("stamp") == stamp:
         return directory
-    check_architecture(file, first_architecture(file))
     try:
         lock = FileLock(f"{directory}.lock")
         lock.acquire()
@@ -106,39 +105,21 @@ def dequantized_directory(file: Path) -> Path:
         record = read_record(directory)
         if record.get("stamp") == stamp:
             return directory
-        with file.open("rb") as opened:
-            sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+        # What is not read is refused before a large file is hashed.
+        fields, tensors = open_gguf(file)
+        if (kind := fields.get("general.architecture")) not in CLASSES:
+            raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
+        sha256 = file_sha256(file)
         if record.get("sha256") == sha256:
             write_json(directory / RECORD, record | {"stamp": stamp})
             return directory
         logger.info("dequantizing %s into %s, once", file.name, directory)
         with whole_directory(directory) as partial:
-            types = _write_model(file, partial)
+            types = _write_model(file, partial, fields, tensors)
             write_json(partial / RECORD, {"file": file.name, "sha256": sha256, "types": types, "stamp": stamp})
     finally:
         lock.release()
     return directory
-
-
-def first_architecture(file: Path) -> str | None:
-    """Return the architecture of a GGUF file if it is the first of its metadata, where all writers put it.
-
-    The package `gguf` reads all metadata, the vocabulary among them, which takes seconds.
-    """
-    with file.open("rb") as opened:
-        # Magic, version, and numbers of tensors and metadata; then key, type (8 is text) and value of each.
-        opened.seek(24)
-        key = opened.read(8 + len(ARCHITECTURE) + 4)
-        name = opened.read(8 + LONGEST_NAME)
-    if key != struct.pack("<Q", len(ARCHITECTURE)) + ARCHITECTURE + struct.pack("<I", 8) or len(name) < 8:
-        return None
-    return name[8 : 8 + min(LONGEST_NAME, *struct.unpack("<Q", name[:8]))].decode("utf-8", "replace")
-
-
-def check_architecture(file: Path, kind: str | None) -> None:
-    """Raise InputError for an architecture other than those that are read; None is unknown."""
-    if kind is not None and kind not in CLASSES:
-        raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -236,11 +217,6 @@ def is_gguf_model(file: Path) -> bool:
     return open_gguf(file)[0].get("general.architecture") in CLASSES
 
 
-def copied_tokenizer(file: Path) -> dict[str, Any]:
-    """Return the tokenizer's metadata of a target's GGUF file, to be written into a head's or a draft model's."""
-    return {name: value for name, value in copied_metadata(file).items() if name.startswith("tokenizer.")}
-
-
 def copied_metadata(file: Path) -> dict[str, tuple[object, ...]]:
     """Return all metadata of a GGUF file as `write_gguf` takes them, with their types."""
     fields = bounded_reader(file).fields
@@ -250,9 +226,10 @@ def copied_metadata(file: Path) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _write_model(file: Path, directory: Path) -> dict[str, int]:
+def _write_model(
+    file: Path, directory: Path, fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
+) -> dict[str, int]:
     """Write config, weights and tokenizer of a GGUF file; return how many of its tensors have each type."""
-    fields, tensors = open_gguf(file)
     config = _read_config(file, fields, tensors)
     _write_tokenizer(file, directory, fields)
     weight_map: dict[str, str] = {}
@@ -278,8 +255,7 @@ def _write_shard(directory: Path, number: int, shard: Mapping[str, Tensor]) -> d
 
 def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """Return transformers' `config.json` of a GGUF model."""
-    kind = str(fields.get("general.architecture"))
-    check_architecture(file, kind)
+    kind = fields["general.architecture"]
     names = {name: directory_name("model", name) for name in tensors if name != "rope_freqs.weight"}
     if unknown := sorted(name for name, ours in names.items() if ours is None):
         found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
@@ -329,7 +305,7 @@ def _read_weights(
     file: Path, config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Dequantize one tensor after the other, under transformers' names."""
-    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    llama = llama_sizes(config)
     for name, tensor in tensors.items():
         ours = directory_name("model", name)
         if ours is None:
@@ -339,7 +315,7 @@ def _read_weights(
         except NotImplementedError as error:
             found = f"{file} with {name} in {tensor.tensor_type.name}"
             raise InputError("model", found, "a type that the package gguf dequantizes", REMEDY) from error
-        yield ours, reordered(config["model_type"], ours, weight, heads, to_halves).contiguous()
+        yield ours, reordered(config["model_type"], ours, weight, llama, to_halves).contiguous()
 
 
 def _end_tokens(fields: Mapping[str, Any]) -> list[int]:

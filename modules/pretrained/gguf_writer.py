@@ -41,8 +41,15 @@ def write_gguf(
     with whole(path) as temporary:
         writer = gguf.GGUFWriter(temporary, kind)
         writer.add_file_type(file_type)
+        types = gguf.GGUFValueType
         for key, value in metadata.items():
-            add_metadata(writer, key, value)
+            if value in ("", []):
+                continue  # as the merges of a tokenizer without any
+            if not isinstance(value, tuple):
+                own = types.get_type(value)
+                # An integer alone is unsigned in llama.cpp's files.
+                value = value, types.UINT32 if own == types.INT32 else own
+            writer.add_key_value(key, *value)
         for key, tensor in tensors.items():
             if not tensor.is_floating_point():
                 writer.add_tensor(key, tensor.contiguous().numpy())
@@ -68,22 +75,6 @@ def rounded_to_q8(tensor: Tensor) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), stored), stored).copy())
 
 
-def add_metadata(writer: Any, key: str, value: Any) -> None:
-    """Add one value with the GGUF type of its Python type."""
-    if isinstance(value, tuple):
-        writer.add_key_value(key, *value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
 def write_gguf_model(
     path: Path, model: Checkpoint, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
 ) -> None:
@@ -102,8 +93,7 @@ def write_gguf_model(
     for name, tensor in model.state().items():
         theirs = gguf_name("model", name)
         if theirs is not None and not (name == "lm_head.weight" and llama.tie_embeddings):
-            heads = llama.num_heads, llama.num_kv_heads
-            tensors[theirs] = reordered(kind, name, tensor, heads, to_adjacent)
+            tensors[theirs] = reordered(kind, name, tensor, llama, to_adjacent)
     fields = tokenizer_metadata(model) if tokenizer is None else tokenizer
     write_gguf(
         path, kind, {"general.name": model.directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights

@@ -98,8 +98,7 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     with pytest.raises(InputError, match="a whole GGUF file"):
         load_lm(str(file))
     write_gguf(file, "gemma3", {}, {"token_embd.weight": torch.zeros(4, 4)})
-    with monkeypatch.context() as patched, pytest.raises(InputError, match="architecture gemma3"):
-        patched.setattr("draftsmith.modules.pretrained.gguf.open_gguf", None)  # the header's first entry is enough
+    with pytest.raises(InputError, match="architecture gemma3"):
         load_lm(str(file))
     write_gguf(file, "llama", {}, {"blk.0.ffn_gate_exps.weight": torch.zeros(4, 4)})
     with pytest.raises(InputError, match="tensors of another design"):
