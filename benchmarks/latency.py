@@ -33,8 +33,9 @@ from draftsmith.modules.decoding.tree import DynamicTree
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.engine.rows import OneRow
+from draftsmith.modules.formats.base import FLOATS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.models import DTYPES, load_lm, load_transformers
+from draftsmith.modules.pretrained.models import load_lm, load_transformers
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams, check_range
 
@@ -87,10 +88,10 @@ class Pair:
         if config.models == "embedded":
             paths = ("embedded:target", "embedded:draft")
             ours: Any = [load_lm(path, config.dtype, packed=True) for path in paths]
-            theirs = [load_transformers(Checkpoint(path), DTYPES[config.dtype]).eval() for path in paths]
+            theirs = [load_transformers(Checkpoint(path), FLOATS[config.dtype]).eval() for path in paths]
             prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", paths[0], "test", None, 4)]
         else:
-            weights = random_pair(config.models, DTYPES[config.dtype], "cpu")
+            weights = random_pair(config.models, FLOATS[config.dtype], "cpu")
             ours = [own.lean(True) for own in weights]
             theirs = [own.transformers() for own in weights]
             torch.manual_seed(0)

@@ -59,14 +59,14 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
 
     from draftsmith.data.console import log_note
     from draftsmith.data.ranks import place
-    from draftsmith.modules.pretrained.checkpoint import open_for_settings
+    from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.reading import read_object
 
     elsewhere = "plan" in given and given.keys() & {"plan_gb", "plan_tflops"}
     if (torch.cuda.device_count() or elsewhere) and given.get("device") != "cpu":
         return {}
     try:
-        target = open_for_settings(given["target"]).shape
+        target = Checkpoint(given["target"]).shape
     except (OSError, ValueError):  # the training says what is wrong with it
         return {}
     values = read_yaml(recipe)

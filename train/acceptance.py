@@ -36,7 +36,7 @@ from draftsmith.modules.pretrained.heads import (
     load_drafter,
     starting_head,
     starting_settings,
-    starting_weights,
+    weights_hash,
 )
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError, LossOutput
@@ -231,7 +231,7 @@ class LitAcceptance(LitHead):
             "target": drafter.identity,
             "models": manifest.identity,
             "sampling": manifest.sampling,
-            "inputs": self.digests(data) | (starting_weights(init) if init is not None else {}),
+            "inputs": self.digests(data) | ({} if init is None else {"init": weights_hash(init)}),
             "mode": "greedy" if greedy else "sampling",
             "drafter": drafter.name,
         }

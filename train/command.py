@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.settings import with_dtype
 from draftsmith.data.store.writer import writing_alone
-from draftsmith.modules.pretrained.checkpoint import Checkpoint, open_once
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.train import plan
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.metrics import rank
@@ -39,7 +39,7 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
     set_threads(config.num_threads)
     target = None
     if isinstance(config, TrainDrafterConfig):
-        target = open_once(config.target, config.trust_remote_code)
+        target = Checkpoint(config.target, config.trust_remote_code)
         config = resolve_precision(with_shape(config, target.shape))
         config = with_dtype(config, target, device_kind(config))
         if config.plan:

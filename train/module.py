@@ -29,7 +29,7 @@ from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.losses import TokenLoss
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import CannotWrite
-from draftsmith.modules.pretrained.heads import starting_weights
+from draftsmith.modules.pretrained.heads import weights_hash
 from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.targets.base import CausalLM
@@ -471,7 +471,7 @@ class LitDrafter(LitHead):
         if config.init != "random" and config.drafter.saved_as_model:
             inputs["init"] = Checkpoint(config.init).identity["weights"]
         elif config.starting_head is not None:
-            inputs |= starting_weights(config.init)
+            inputs["init"] = weights_hash(config.init)
         target, dataset = self.target.info.identity, data.train.dataset
         joined = dataset.recorded if isinstance(dataset, ArtifactDataset) else []
         return {

@@ -35,7 +35,7 @@ from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Package, Served, TargetFacts
 from draftsmith.modules.formats.commands import served_kind, vllm_command
-from draftsmith.modules.formats.foreign import causal_lm, detect, named_format
+from draftsmith.modules.formats.foreign import Names, detect, named_format
 from draftsmith.modules.formats.readings import Reading, engine_readings, readings
 from draftsmith.modules.llama_config import rope_settings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
@@ -171,7 +171,7 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
     if config.engine == "llamacpp" and (file := gguf_file(config.directory)) is not None and is_gguf_model(file):
         return OurDrafter(MODEL, load_fitting(str(file), target, **config.loading))
     package = foreign_package(config.directory)
-    if causal_lm(package):
+    if Names(package).causal_lm:
         draft = Checkpoint(path)
         check_same_tokenizer(checkpoint_of(target), draft, "directory")
         return OurDrafter(MODEL, load_fitting(draft, target, **config.loading))

@@ -40,7 +40,7 @@ from draftsmith.eval.tables import drawn_data, to_json
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import served_kind, vllm_command
-from draftsmith.modules.formats.foreign import causal_lm, head_kind
+from draftsmith.modules.formats.foreign import Names, head_kind
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.files import write_json
@@ -160,7 +160,7 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
     """Start a vLLM server of one setting after another. longest: prompt with its answer."""
     assert config.head is not None
     python, package = engine_python(config.engine_path), foreign_package(config.head)
-    kind = "draft_model" if causal_lm(package) else head_kind(package)
+    kind = "draft_model" if Names(package).causal_lm else head_kind(package)
     if kind != "draft_model" and ("vllm", kind) not in formats():
         raise InputError("head", f"a head of kind {kind}", "one that vLLM serves", "Export it with --format vllm.")
     opened = Checkpoint(config.target)

@@ -18,7 +18,7 @@ from draftsmith.eval.check.record import hashes_of, types_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, ORIGINAL, check_served, formats, formats_of
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead, Package, Served, TargetFacts, largest
+from draftsmith.modules.formats.base import FLOATS, HeadFormat, ImportedHead, Package, Served, TargetFacts, largest
 from draftsmith.modules.formats.commands import llamacpp_command
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.llama_format import LlamaFormat
@@ -47,7 +47,7 @@ from draftsmith.modules.pretrained.heads import (
     stored_tensors,
 )
 from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_model, upload
-from draftsmith.modules.pretrained.models import DTYPES, load_lm
+from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import flatten
 from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.pretrained.reading import read_object
@@ -124,7 +124,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     weights: str = config.weights
     if weights == "auto":
         weights = str(next(head.parameters()).dtype).removeprefix("torch.")
-    dtype = DTYPES.get(weights, torch.float32)
+    dtype = FLOATS.get(weights, torch.float32)
     if eight:
         dtype = torch.float16 if stated_dtype(source.facts.raw) == "float16" else torch.bfloat16
     full = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}

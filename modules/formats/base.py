@@ -27,7 +27,7 @@ from draftsmith.modules.types import InputError
 Raw = Mapping[str, object]  # a `config.json`
 
 # Types of weights that layers compute with; integers and float8 are quantized weights, whose scales are elsewhere.
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 # Versions of other systems whose sources were read.
@@ -114,10 +114,7 @@ class TargetFacts:
 
     @property
     def hidden_size(self) -> int | None:
-        return self._size("hidden_size")
-
-    def _size(self, name: str) -> int | None:
-        size = self.text.get(name)
+        size = self.text.get("hidden_size")
         return size if isinstance(size, int) else None
 
     @property
@@ -271,7 +268,7 @@ def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callab
     wrong |= {name: "is unknown" for name in sorted(state.keys() - expected.keys())}
     for name, wanted in expected.items():
         tensor = state.get(name, wanted)
-        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
+        dtypes = [*FLOATS.values()] if wanted.is_floating_point() else [wanted.dtype]
         if tensor.shape != wanted.shape:
             wrong[name] = f"is {list(tensor.shape)} in place of {list(wanted.shape)}"
         elif tensor.dtype not in dtypes:
@@ -280,11 +277,6 @@ def check_tensors(net: nn.Module, state: Mapping[str, Tensor], disk_name: Callab
         found = ", ".join(f"{disk_name(name)} {text}" for name, text in list(wrong.items())[:4])
         found += f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
-
-
-def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an imported head's tensors in the type of their file; float64 becomes float32."""
-    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in tensors.items()}
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

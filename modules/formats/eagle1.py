@@ -17,7 +17,6 @@ from draftsmith.modules.formats.llama_format import HeadFiles, LlamaFormat, chec
 from draftsmith.modules.llama_config import LlamaConfig
 
 FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
-TAKES = "takes the target's, which differs"
 
 
 class Eagle1Format(LlamaFormat[EagleConfig]):
@@ -57,7 +56,7 @@ class Eagle1Format(LlamaFormat[EagleConfig]):
             else:
                 files.notes.append(f"{name} is left out: the target's lm_head is used")
             differs = name != FIRST_NORM and theirs is not None and not same_values(tensor, theirs)
-            text = "raises: it has no such parameter" if self.strict else TAKES
+            text = "raises: it has no such parameter" if self.strict else "takes the target's, which differs"
             files.add_problems({name: (self.strict or differs, text)})
         biases = files.take_biases()
         layers = dataclasses.replace(

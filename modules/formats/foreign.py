@@ -159,11 +159,6 @@ class Names:
         return self.has(stack) and embedding and not self.has(OF_HEADS) and TYPE not in self.config
 
 
-def causal_lm(package: Package) -> bool:
-    """Return whether a directory is a whole model."""
-    return Names(package).causal_lm
-
-
 class Unread(NamedTuple):
     """Kind of heads that our drafters lack.
 

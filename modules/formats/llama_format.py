@@ -26,7 +26,6 @@ from draftsmith.modules.formats.base import (
     Raw,
     Served,
     TargetFacts,
-    as_stored,
     check_tensors,
     largest,
     same_values,
@@ -378,7 +377,7 @@ class LlamaFormat(HeadFormat, Generic[C]):
             yield "sliding_window", window, expected, "Export it with --format vllm or --format sglang."
 
     def serve(self, served: Served) -> str:
-        return COMMANDS[self.name](self.kind, served) if self.name in COMMANDS else super().serve(served)
+        return COMMANDS[self.name](self.kind, served)
 
     def serving_notes(self, config: C, target: TargetFacts | None) -> list[str]:
         """Return what the system's server does with the head that its files do not say."""
@@ -402,8 +401,6 @@ class LlamaFormat(HeadFormat, Generic[C]):
     def write(
         self, config: C, state: Mapping[str, Tensor], dtype: torch.dtype, target: TargetFacts | None = None
     ) -> Package:
-        if not self.writes:
-            return super().write(config, state, dtype, target)
         self.check(config, target)
         state = state if target is None or target.scale == 1 else self.scaled(state, target.scale)
         tensors = {
@@ -444,7 +441,8 @@ class LlamaFormat(HeadFormat, Generic[C]):
         refused = [one for one in self.refused(config, target) if one[0] not in self.loads]
         for name, value, expected, _ in refused[:1]:
             files.problems.append(Problem(name, f"is {value}, where {self.system} has {expected}"))
-        return ImportedHead(config, as_stored(files.tensors), tuple(files.notes), tuple(files.problems))
+        state = {name: one.float() if one.dtype == torch.float64 else one for name, one in files.tensors.items()}
+        return ImportedHead(config, state, tuple(files.notes), tuple(files.problems))
 
 
 def check_layer(llama: LlamaConfig, refused: Mapping[str, tuple[object, str]]) -> None:

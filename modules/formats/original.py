@@ -17,7 +17,6 @@ from draftsmith.modules.formats.llama import inner_object
 from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.types import InputError
 
-DTYPES = {dtype_name(dtype): dtype for dtype in FLOATS}
 OTHER_FORMAT = "Write it in a server's format: pass --format."
 CONFIDENCE, WITH_MARKOV = "confidence_head.proj.weight", "confidence_head_with_markov"
 
@@ -78,7 +77,7 @@ class Original:
             numbers = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             table = tables.get(self.copies.get(name, ""))
             # Embedding and lm_head of a tied target are one tensor, which no file holds twice.
-            tensors[name] = numbers if table is None else table.to(DTYPES[dtype]).contiguous().clone()
+            tensors[name] = numbers if table is None else table.to(FLOATS[dtype]).contiguous().clone()
         rows = format.read(Package(self.config, tensors), dataclasses.replace(target, scale=1.0)).state
         state = format.scaled(state, target.scale) if target.scale != 1 else state
 
@@ -98,7 +97,7 @@ class Original:
                 if own == CONFIDENCE and bool(new[:, shape[1] :].any()):
                     config, shape = _with_markov(config), list(new.shape)
                 new = new[:, : shape[1]]
-            written = torch.empty(shape, dtype=DTYPES[dtype])
+            written = torch.empty(shape, dtype=FLOATS[dtype])
             numbers = rows[own].flatten(1)[:, 0] if new.ndim > 1 else rows[own]
             written[numbers.long() - 1] = new.to(written.dtype)
             tensors[place] = written

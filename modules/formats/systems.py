@@ -312,10 +312,6 @@ class VllmBlock(Vllm[BlockConfig], BlockFormat):
 # -- SGLang
 
 
-def rope_object(raw: Raw) -> Raw:
-    return config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")
-
-
 class Sglang(LlamaFormat[C]):
     name, system = "sglang", "SGLang"
     eight_bits = rf"{LAYERS}|lm_head\.weight"
@@ -333,7 +329,7 @@ class Sglang(LlamaFormat[C]):
     def problems(self, files: HeadFiles) -> Wrong:
         raw, target = files.raw, files.target
         # Linear scaling multiplies the positions (configs/model_config.py, _derive_context_length).
-        meant, rope = rope_settings(raw), rope_object(raw)
+        meant, rope = rope_settings(raw), config_object(raw, "rope_scaling") or config_object(raw, "rope_parameters")
         stretched = meant.scaling.factor if meant.kind == "linear" else 1.0
         own = int(stretched * positive(raw, "max_position_embeddings", 2048))
         theirs = 0 if target is None else target.max_position

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +22,7 @@ from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.auto import read_config
 from draftsmith.modules.pretrained.gguf import RECORD, quantization
 from draftsmith.modules.pretrained.hub import model_directory
-from draftsmith.modules.pretrained.identity import model_identity
+from draftsmith.modules.pretrained.identity import encoding_hash, model_identity, template_hash
 from draftsmith.modules.pretrained.outer import EMBEDDINGS, OUTPUTS, outer_names
 from draftsmith.modules.pretrained.quantized import ACTIVATION, COMPUTED, SERVED, Quantized, decide
 from draftsmith.modules.pretrained.reading import (
@@ -31,7 +33,7 @@ from draftsmith.modules.pretrained.reading import (
     weight_map,
     whole_file,
 )
-from draftsmith.modules.pretrained.tokenizers import end_tokens, has_tokenizer, read_tokenizer, tokenizer_identity
+from draftsmith.modules.pretrained.tokenizers import TOKENIZERS, end_tokens, read_tokenizer
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.targets.shape import (
@@ -288,18 +290,27 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         """True if the directory holds a tokenizer's files."""
-        return has_tokenizer(self.directory)
+        return any((self.directory / name).exists() for name in TOKENIZERS)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Who changes its chat template takes a copy."""
+        if not self.has_tokenizer:
+            found = f"{self.path} without tokenizer files"
+            raise InputError("tokenizer", found, "tokenizer.json", "Save the tokenizer there.")
         return read_tokenizer(self.directory, self.config, self.path)
 
     @cached_property
     def tokenizer_identity(self) -> dict[str, str]:
         """Content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
         ids) and `chat_template`."""
-        return tokenizer_identity(self.directory, self.tokenizer)
+        # Two models must share this map of texts to ids, special tokens included, to compare token ids.
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        return {
+            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+            "encoding": encoding_hash(self.directory),
+            "chat_template": template_hash(self.tokenizer),
+        }
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
@@ -357,23 +368,6 @@ class Checkpoint:
 def opened(model: str | Path | Checkpoint) -> Checkpoint:
     """Return a model that is open, or open the one of this name."""
     return model if isinstance(model, Checkpoint) else Checkpoint(model)
-
-
-# The model that was opened to read a command's settings, for the command itself.
-_settled: list[Checkpoint] = []
-
-
-def open_for_settings(path: str) -> Checkpoint:
-    """Open a model to read a command's settings."""
-    _settled[:] = [Checkpoint(path)]
-    return _settled[0]
-
-
-def open_once(path: str, trust_remote_code: bool) -> Checkpoint:
-    """Open a command's model, or take the one that was opened to read its settings."""
-    known = _settled.pop() if _settled else None
-    same = known is not None and (known.path, known.trust_remote_code) == (path, trust_remote_code)
-    return known if known is not None and same else Checkpoint(path, trust_remote_code)
 
 
 def load_tokenizer(model: str | Path | Checkpoint) -> PreTrainedTokenizerBase:

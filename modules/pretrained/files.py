@@ -127,15 +127,10 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "draftsmith", name)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file; its directory must exist."""
-    with whole(path) as temporary, temporary.open("wb") as file:
-        file.write(content)
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file. Half of a surrogate pair, which UTF-8 cannot hold, becomes `?`."""
-    write_bytes(path, text.encode("utf-8", errors="replace"))
+    """Write a UTF-8 file; its directory must exist. Half of a surrogate pair, which UTF-8 cannot hold, becomes `?`."""
+    with whole(path) as temporary, temporary.open("wb") as file:
+        file.write(text.encode("utf-8", errors="replace"))
 
 
 def write_json(path: Path, content: object, indent: int | None = 1) -> None:

@@ -77,6 +77,11 @@ def weights_file(path: str | Path) -> Path:
     return head_directory(path) / "model.safetensors"
 
 
+def weights_hash(path: str | Path) -> str:
+    """Return the hash of a head's weights."""
+    return file_sha256(weights_file(path))
+
+
 def kind_at(path: str | Path) -> str | None:
     """Return the kind of the head in a directory; None for anything else, such as a language model."""
     directory = head_directory(path)
@@ -380,16 +385,10 @@ def original_of(directory: str | Path) -> Original | None:
     return Original(**read_object(file, shape, REMEDY), kept=kept)
 
 
-def starting_weights(directory: str | Path) -> dict[str, str]:
-    """Return the hash of a head's weights that a training from it records among its inputs."""
-    return {"init": file_sha256(weights_file(directory))}
-
-
 def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     """Return the identity of a drafting head and its target, which an acceptance head that reads both records."""
     # The hidden states that such an acceptance head reads come from both models.
-    weights = file_sha256(weights_file(directory))
-    return {**owner.info.identity, head_config(directory)["kind"]: weights[:16]}
+    return {**owner.info.identity, head_config(directory)["kind"]: weights_hash(directory)[:16]}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,6 @@ SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "spl
 MTP_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-class Templated(Protocol):
-    """A tokenizer with a chat template."""
-
-    chat_template: object
-
-
 class TensorDigest(NamedTuple):
     """Digest of one tensor. kind: `float`, or the dtype. sha256: of the sampled values' bytes, floats in bfloat16."""
 
@@ -67,7 +61,7 @@ def model_identity(
     # inv_freq is computed, and stored by old versions of transformers only.
     by_name = {
         name: digest
-        for name, digest in _digests(tensors).items()
+        for name, digest in ((_bare_name(name), _digest(stored)) for name, stored in tensors.items())
         if not name.endswith("rotary_emb.inv_freq") and not name.startswith(("mtp.", f"layers.{last}."))
     }
     # Files of a model that ties its embeddings may hold the output embedding or not: a copy is not counted.
@@ -106,7 +100,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return _sample_hash([values[start:end].cpu() for start, end in _runs(values.numel())])
 
 
-def template_hash(tokenizer: Templated) -> str:
+def template_hash(tokenizer: Any) -> str:
     """Hash the chat template of a tokenizer. A list of the default alone is saved as the template itself."""
     template = tokenizer.chat_template
     if isinstance(template, dict) and [*template] == ["default"]:
@@ -146,27 +140,15 @@ def _normalized(value: object) -> object:
     return value
 
 
-def _digests(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorDigest]:
-    """Hash a sample of every tensor, each file being opened once. Names are without the base model's prefix."""
-    names: dict[Path, list[str]] = {}
-    for name, stored in tensors.items():
-        names.setdefault(stored.file, []).append(name)
-    digests: dict[str, TensorDigest] = {}
-    for file, own in names.items():
-        # Unbuffered: a buffer would read more than the sample.
-        with file.open("rb", buffering=0) as opened:
-            digests |= {_bare_name(name): _digest(opened, tensors[name]) for name in own}
-    return digests
-
-
-def _digest(file: BinaryIO, stored: StoredTensor) -> TensorDigest:
+def _digest(stored: StoredTensor) -> TensorDigest:
     begin, end = stored.place
-    dtype = FLOATS.get(stored.dtype, torch.uint8)
+    dtype, runs = FLOATS.get(stored.dtype, torch.uint8), list[torch.Tensor]()
     width = dtype.itemsize
-    runs = list[torch.Tensor]()
-    for first, last in _runs((end - begin) // width):
-        file.seek(begin + first * width)
-        runs.append(torch.frombuffer(bytearray(file.read((last - first) * width)), dtype=dtype))
+    # Unbuffered: a buffer would read more than the sample.
+    with stored.file.open("rb", buffering=0) as file:
+        for first, last in _runs((end - begin) // width):
+            file.seek(begin + first * width)
+            runs.append(torch.frombuffer(bytearray(file.read((last - first) * width)), dtype=dtype))
     return TensorDigest(stored.shape, "float" if stored.dtype in FLOATS else stored.dtype, _sample_hash(runs))
 
 

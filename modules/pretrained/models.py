@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.base import same_values
+from draftsmith.modules.formats.base import FLOATS, same_values
 from draftsmith.modules.llama_config import layers_of
 from draftsmith.modules.pretrained.auto import auto_class, text_part
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("draftsmith")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 IN_BFLOAT16 = "Its weights have several types: pass --dtype bfloat16."
 # Tokens on which the way from states to logits is found.
 NUM_FITTED = 24
@@ -69,9 +68,9 @@ def dtype_of(dtype: str, checkpoint: Checkpoint, device: str) -> str:
 def weight_type(dtype: str, checkpoint: Checkpoint, device: str) -> torch.dtype:
     """Return the type that weights have (`dtype_of`)."""
     name = dtype_of(dtype, checkpoint, device)
-    if name not in DTYPES:
-        raise InputError("dtype", name, f"auto, {', '.join(DTYPES)}", "Choose one of these.")
-    return DTYPES[name]
+    if name not in FLOATS:
+        raise InputError("dtype", name, f"auto, {', '.join(FLOATS)}", "Choose one of these.")
+    return FLOATS[name]
 
 
 def load_lm(

@@ -1,17 +1,14 @@
-"""Load tokenizers, and hash what gives token ids their meaning."""
+"""Load tokenizers, and find the tokens that end an answer."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.modules.pretrained.identity import encoding_hash, template_hash
 from draftsmith.modules.pretrained.reading import read_model_json
 from draftsmith.modules.types import InputError, describe_error
 
@@ -21,11 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draftsmith")
 TRUST = "Pass --trust-remote-code if you trust it."
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Check whether a directory holds a tokenizer's files."""
-    return any((directory / name).exists() for name in TOKENIZERS)
 
 
 _trusted = False
@@ -41,8 +33,6 @@ def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> 
     """Load a tokenizer from its files. config: config.json of its model. name: of the model, for errors."""
     from transformers import AutoTokenizer, PreTrainedConfig
 
-    if not has_tokenizer(directory):
-        raise InputError("tokenizer", f"{name} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
     # transformers reads the tokenizer's class from config.json, unless the tokenizer's own settings name it. Then it
     # needs the model's type only, and importing the class of the model's config takes longer than all else here.
     settings, model = directory / "tokenizer_config.json", None
@@ -64,18 +54,6 @@ def read_tokenizer(directory: Path, config: Mapping[str, object], name: str) -> 
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
-
-
-def tokenizer_identity(directory: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return content hashes: `tokenizer` (vocabulary with special tokens), `encoding` (everything that turns text into
-    ids) and `chat_template`."""
-    # Two models must share this map of texts to ids, special tokens included, to compare token ids.
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return {
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
-        "encoding": encoding_hash(directory),
-        "chat_template": template_hash(tokenizer),
-    }
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
