@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.pretrained.files import make_directory, write_bytes, write_json, write_tensors, write_text
+from draftsmith.modules.pretrained.files import make_directory, whole, write_json, write_tensors, write_text
 
 WORDS = 16  # of an answer, which the model continues
 HELD_OUT = 10  # one answer of so many is in test.jsonl
@@ -46,7 +46,8 @@ def run(config: BaseModelConfig) -> Path:
     file = files[0]
     if file.is_dir():
         parts = sorted(file.glob("**/*.gguf.part*"), key=lambda part: part.name)
-        write_bytes(file := config.output / "model.gguf", b"".join(part.read_bytes() for part in parts))
+        with whole(file := config.output / "model.gguf") as temporary:
+            temporary.write_bytes(b"".join(part.read_bytes() for part in parts))
     if file.suffix == ".gguf":
         dequantize(file, config.output)
         return config.output
