@@ -172,8 +172,8 @@ Chances = Callable[[TargetText, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Walk:
     """Rounds of drafts of one length over an answer.
 
-    visits: [S] how often a round begins at each place. drafted: [S] mean number of tokens of its draft. reached: [S, K]
-    probability that 1, 2, .. K of them or more are accepted. calls: [K] target calls by the length of drafts, prefill
+    visits: [S] how often a round begins at each place. drafted, reached: [S, K] probability that its draft has 1, 2, ..
+    K tokens or more, and that so many or more are accepted. calls: [K] target calls by the length of drafts, prefill
     included. All are float64, on the CPU.
     """
 
@@ -196,10 +196,7 @@ def tau_of(walks: Sequence[Walk]) -> float:
 def rounds_by_place(walks: Sequence[Walk]) -> Tensor:
     """Return [2, K]: in how many rounds 1, 2, .. K tokens or more are accepted, and drafted; by place, their ratio is
     the share of accepted tokens."""
-    visits, drafted = torch.cat([one.visits for one in walks]), torch.cat([one.drafted for one in walks])
-    reached = torch.cat([one.reached for one in walks])
-    long = visits[:, None] * (drafted[:, None] > torch.arange(reached.shape[1]))
-    return torch.stack([(long * reached).sum(0), long.sum(0)])
+    return torch.stack([torch.stack([one.visits @ one.reached, one.visits @ one.drafted]) for one in walks]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -234,11 +231,11 @@ class AlongDrafter:
             visited = visits(own)  # [K, S]
             answer_walks = []
             for length in lengths:
-                kept, mean = own[length - 1, :, :length], own_drafted.clamp(max=length).double()
-                if self.stops:
-                    mean = mean - (mean - own_left).clamp(min=0) * whole(kept, own_left)
+                kept, long = own[length - 1, :, :length], (depth[:length] < own_drafted[:, None]).double()
+                if self.stops:  # at the end token, where all before it are accepted
+                    long -= long * (depth[:length] >= own_left[:, None]) * whole(kept, own_left)[:, None]
                 calls = 1 + visited[:length].sum(-1)
-                answer_walks.append(Walk(answer, visited[length - 1], mean, kept, calls))
+                answer_walks.append(Walk(answer, visited[length - 1], long, kept, calls))
             walks.append(answer_walks)
         return walks
 

@@ -337,5 +337,6 @@ def rounds_of(replayed: Sequence[Replayed]) -> Rounds:
     turns = np.array([one.answer.labels["turn"] for one in replayed])[answer]
     kinds = np.array([KINDS.index(kind) for one in replayed for kind in one.answer.kinds[1:]])
     context, accepted = torch.cat(places).numpy(), kept.numpy()
-    counts = {"weight": weight.numpy(), "drafted": drafted.numpy(), "accepted": accepted, "emitted": emitted.numpy()}
-    return Rounds(answer, **counts, reached=reached.numpy(), context=context, turn=turns, kind=kinds)
+    counts = {"weight": weight, "drafted": drafted.sum(-1), "emitted": emitted, "long": drafted, "reached": reached}
+    arrays = {name: own.numpy() for name, own in counts.items()}
+    return Rounds(answer, **arrays, accepted=accepted, context=context, turn=turns, kind=kinds)

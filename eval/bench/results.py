@@ -289,9 +289,9 @@ class Rounds:
     """R rounds of answers, or places where a round may begin.
 
     answer: [R] number of each one's answer. weight: [R] how often it counts; 1 where rounds were decoded. drafted,
-    accepted, emitted: [R] numbers of tokens, or their means. reached: [R, P] whether, or how probably, 1, 2, .. P
-    drafted tokens were accepted or more. context: [R] tokens before it. turn: [R] of its conversation. kind: [R] of its
-    first token, its number in KINDS.
+    accepted, emitted: [R] numbers of tokens, or their means. long, reached: [R, P] whether, or how probably, 1, 2, .. P
+    tokens were drafted, and accepted, or more. context: [R] tokens before it. turn: [R] of its conversation. kind: [R]
+    of its first token, its number in KINDS.
     """
 
     answer: NDArray[np.int64]
@@ -299,6 +299,7 @@ class Rounds:
     drafted: Floats
     accepted: Floats
     emitted: Floats
+    long: Floats
     reached: Floats
     context: NDArray[np.int64]
     turn: NDArray[np.int64]
@@ -323,7 +324,7 @@ class Rounds:
             drafted,
             np.minimum(accepted, emitted),
             emitted,
-            (accepted[:, None] > np.arange(PLACES)).astype(float),
+            *((own[:, None] > np.arange(PLACES)).astype(float) for own in (drafted, accepted)),
             np.array(context, np.int64),
             np.array([row["turn"] for row in rows], np.int64)[answer],
             np.array([KINDS.index(kind) for kind in kinds], np.int64),
@@ -333,13 +334,8 @@ class Rounds:
         """Return for n = 1, 2, ... the share of the rounds that drafted n tokens or more in which n or more were
         accepted: servers' acceptance rate per position. mask: [R] of the rounds that count."""
         weight = self.weight if mask is None else self.weight * mask
-        shares = []
-        for n, reached in enumerate(self.reached.T, 1):
-            long = weight * (self.drafted >= n)
-            if not long.any():
-                break
-            shares.append(float(long @ reached / long.sum()))
-        return shares
+        places = int((weight @ self.long > 0).sum())
+        return ((weight @ self.reached)[:places] / (weight @ self.long)[:places]).tolist()
 
     def classes(self, name: str) -> Iterator[tuple[dict[str, Any], NDArray[np.bool_]]]:
         """Yield the classes of one of OF_ROUNDS: each one's `name`, and all numbers `from` one up to before the next

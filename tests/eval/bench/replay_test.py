@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from oracles.formulas import warped
 from oracles.tables import PROMPT, LogitTable, enumerate_branches
 from states_server import StatesServer
@@ -25,6 +26,7 @@ from draftsmith.eval.bench.replay import (
 from draftsmith.eval.settings import BenchConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules import along
+from draftsmith.modules.along import rounds_by_place
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.drafters.method_names import parse_method, parse_methods
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
@@ -55,7 +57,7 @@ def walks_of(methods: str, models, text: RecordedText, params: SamplingParams) -
 )
 def test_target_calls_of_an_answer_are_the_mean_over_every_branch_that_decodes_it(method, params, ends):
     models = run_models(LogitTable(1), LogitTable(2), capacity=64, ends=ends)
-    sums = defaultdict(lambda: [0.0] * 4)
+    sums, places = defaultdict(lambda: [0.0] * 4), defaultdict(lambda: torch.zeros(2, 2, dtype=torch.float64))
 
     def run(source):
         drafter = parse_method(method).build(models)
@@ -65,14 +67,20 @@ def test_target_calls_of_an_answer_are_the_mean_over_every_branch_that_decodes_i
         numbers = 1.0, made.trace.num_target_calls, made.trace.num_accepted, made.trace.num_draft_tokens
         for place, number in enumerate(numbers):
             sums[tuple(made.tokens)][place] += weight * number
+        for step in made.trace.steps:
+            for row, count in enumerate((step.num_accepted, step.num_drafted)):
+                places[tuple(made.tokens)][row, :count] += weight
     for tokens, (weight, calls, accepted, drafted) in sums.items():
         walk = walks_of(method, models, text_of(PROMPT, tokens, ends, room=5), params)[method]
         assert walk.calls[-1] == pytest.approx(calls / weight, abs=1e-9), tokens
         assert walk.visits @ walk.reached.sum(-1) == pytest.approx(accepted / weight, abs=1e-9), tokens
         # A longer draft may be cut by an end token behind a rejected one, which no replay reads.
         if not ends or method != "spec:k=2":
-            assert walk.visits @ walk.drafted == pytest.approx(drafted / weight, abs=1e-9), tokens
-        assert walk.visits @ walk.drafted >= drafted / weight - 1e-9, tokens
+            assert walk.visits @ walk.drafted.sum(-1) == pytest.approx(drafted / weight, abs=1e-9), tokens
+            by_place = rounds_by_place([walk])
+            expected = places[tokens][:, : by_place.shape[1]] / weight
+            torch.testing.assert_close(by_place, expected, rtol=0, atol=1e-9)
+        assert walk.visits @ walk.drafted.sum(-1) >= drafted / weight - 1e-9, tokens
 
 
 def test_drafts_go_on_behind_an_answers_end_but_not_to_the_last_token_allowed():
@@ -91,7 +99,7 @@ def test_drafts_go_on_behind_an_answers_end_but_not_to_the_last_token_allowed():
         for room in (3, 4, 8)
     }
     # From the first place, where the only round begins: one token and the target's own; the end token too, and no more.
-    assert [walk.drafted[0] for walk in drafted.values()] == [1, 2, 2]
+    assert [walk.drafted[0].sum() for walk in drafted.values()] == [1, 2, 2]
     assert [walk.reached[0].sum() for walk in drafted.values()] == [1, 2, 2]
     assert [walk.visits.tolist() for walk in drafted.values()] == [[1, 0]] * 3
 
@@ -102,7 +110,7 @@ def test_no_draft_leaves_the_heads_context():
     head.config = replace(head.config, llama=replace(head.config.llama, max_position=20))
     walk = walks_of("eagle:k=3", models, text_of(ids[:4], ids[4:]), params)["eagle:k=3"]
     # The k-th token of a draft behind n tokens stands at place n + k.
-    assert [int(own) for own in walk.drafted] == [3 if start + 3 <= 20 else 0 for start in range(5, 30)]
+    assert [int(own) for own in walk.drafted.sum(-1)] == [3 if start + 3 <= 20 else 0 for start in range(5, 30)]
 
 
 @pytest.mark.parametrize("name", ["spec", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dflash2", "dspark"])
