@@ -62,7 +62,7 @@ def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
     from draftsmith.modules.pretrained.checkpoint import Checkpoint
     from draftsmith.modules.pretrained.reading import read_object
 
-    elsewhere = "plan" in given and given.keys() & {"plan_gb", "plan_tflops"}
+    elsewhere = "plan" in given and "plan_gb" in given
     if (torch.cuda.device_count() or elsewhere) and given.get("device") != "cpu":
         return {}
     try:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,7 +23,7 @@ from draftsmith.modules.pretrained.files import CannotWrite, whole_directory, wr
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
-from draftsmith.train.metrics import BadSteps, Means, rank
+from draftsmith.train.metrics import BadSteps, Means, rank, say_on_rank_zero
 from draftsmith.train.optimizers import TimeLimit
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
@@ -128,7 +128,7 @@ def all_in(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
-def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_intact(folder: Path) -> Path | None:
     """Return the newest checkpoint whose hash matches, or None without checkpoints. Warn of damaged ones skipped.
 
     What a killed run left while it wrote or deleted one is removed.
@@ -148,7 +148,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
             reason = f"{type(error).__name__}: {error}"
         if not reason:
             return path
-        warn(f"warning: checkpoint {path} is damaged ({reason}): skipped")
+        say_on_rank_zero(f"warning: checkpoint {path} is damaged ({reason}): skipped")
     if saved:
         raise InputError(str(folder), "only damaged checkpoints", "an intact one", "Choose another output.")
     return None

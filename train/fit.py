@@ -143,7 +143,7 @@ def _fit(
         text = yaml.safe_dump(resolved(config), sort_keys=False)
         write_text(config.output / RESOLVED, f"# draftsmith train {module.head.kind} --config THIS_FILE\n{text}")
         write_json(config.output / STARTED, flatten(state))
-    checkpoint = newest_intact(config.output / FOLDER, say_on_rank_zero)
+    checkpoint = newest_intact(config.output / FOLDER)
     if step := step_of(checkpoint):
         say_on_rank_zero(f"resuming at step {step}" + ("" if config.minutes else f" of {data.total_steps}"))
     if config.minutes:
@@ -157,7 +157,7 @@ def _fit(
     manifest |= {"seed": config.seed, **versions}
     checkpoints = Checkpoints(config.keep, {"world_size": world_size(config), "strategy": config.strategy})
     save, val_every = Save(config, manifest, checkpoints), config.val_every or data.order.steps_per_epoch
-    loggers = make_loggers(config, module.head.kind, step, say_on_rank_zero, provenance | versions)
+    loggers = make_loggers(config, module.head.kind, step, provenance | versions)
     given = flags.pop("logger", None) or []
 
     with quiet(), tensor_cores(config):

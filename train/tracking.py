@@ -34,7 +34,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig, has_wandb_key
 from draftsmith.train.data import MicroBatch
-from draftsmith.train.metrics import gather_rows, rank
+from draftsmith.train.metrics import gather_rows, rank, say_on_rank_zero
 from draftsmith.train.strategies import process_memory
 
 # Metrics whose best value is kept in a run's summary, beside the last value of every other.
@@ -114,9 +114,9 @@ class TrackedRun(WandbLogger):
     """Lightning's logger over a Weights & Biases run that ends with the training. (Lightning leaves its run open, and
     the next training of the process would log into it.)"""
 
-    def __init__(self, run: Any, log: Callable[[str], None]):
+    def __init__(self, run: Any):
         super().__init__(experiment=run)
-        self.run, self._log, self._open = run, log, True
+        self.run, self._open = run, True
         for name, best in BEST.items():
             run.define_metric(name, step_metric="trainer/global_step", summary=best)
 
@@ -144,11 +144,11 @@ class TrackedRun(WandbLogger):
         self._open, files = False, Path(self.run.dir).resolve().parent
         self.run.finish(exit_code=0 if status == "success" else 1)
         if self.run.offline:
-            upload = shlex.join(["wandb", "sync", str(files)])
-            self._log(f"Weights & Biases: logged offline. Upload a run's last directory, which holds all: {upload}")
+            upload = f"Upload a run's last directory, which holds all: {shlex.join(['wandb', 'sync', str(files)])}"
+            say_on_rank_zero(f"Weights & Biases: logged offline. {upload}")
 
 
-def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: None) -> str:
+def wandb_mode(config: TrainConfig) -> str:
     """Return online or offline, or an empty string if Weights & Biases is off: not asked for, without a key, or by its
     own variable."""
     mode = os.environ.get("WANDB_MODE", "")
@@ -156,10 +156,7 @@ def wandb_mode(config: TrainConfig, log: Callable[[str], None] = lambda text: No
         return ""
     if "wandb-offline" in config.loggers or mode in ("offline", "dryrun"):
         return "offline"
-    if has_wandb_key():
-        return "online"
-    log("Weights & Biases: off, no key was found (`wandb login` logs online, --loggers wandb-offline into files)")
-    return ""
+    return "online" if has_wandb_key() else ""
 
 
 def check_loggers(config: TrainConfig) -> None:
@@ -181,7 +178,7 @@ def check_loggers(config: TrainConfig) -> None:
 
 
 def start_run(
-    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, log: Callable[[str], None], about: dict[str, Any]
+    config: TrainConfig, job: str, table: CsvLogger, resumed: bool, about: dict[str, Any]
 ) -> TrackedRun | None:
     """Start a Weights & Biases run, offline too if online does not start. Return None if it is off (`wandb_mode`).
 
@@ -189,8 +186,11 @@ def start_run(
     the server does not bring back what was logged before, `table` is logged again: uploading a second offline directory
     of one run replaces the first, so the last one has to hold everything.
     """
-    mode = wandb_mode(config, log)
+    mode = wandb_mode(config)
     if not mode:
+        if "wandb" in config.loggers and os.environ.get("WANDB_MODE") != "disabled":
+            hint = "`wandb login` logs online, --loggers wandb-offline into files"
+            say_on_rank_zero(f"Weights & Biases: off, no key was found ({hint})")
         return None
     import wandb
 
@@ -209,10 +209,11 @@ def start_run(
         try:
             run = start(mode="online", resume="allow" if resumed else None)
         except Exception as error:  # the client has a family of errors for network, key and server
-            log(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
+            reason = f"did not start online ({type(error).__name__}), so this run is logged offline"
+            say_on_rank_zero(f"Weights & Biases: {reason}")
             # Otherwise the next init waits for the failed one.
             wandb.teardown()
-    logger = TrackedRun(start(mode="offline") if run is None else run, log)
+    logger = TrackedRun(start(mode="offline") if run is None else run)
     # An offline run starts empty.
     if resumed and not logger.run.resumed:
         for step, metrics in table.logged():
@@ -221,11 +222,7 @@ def start_run(
 
 
 def make_loggers(
-    config: TrainConfig,
-    job: str,
-    resumed_step: int,
-    log: Callable[[str], None],
-    made_from: Mapping[str, Any] | None = None,
+    config: TrainConfig, job: str, resumed_step: int, made_from: Mapping[str, Any] | None = None
 ) -> list[Logger]:
     """Return the loggers of a training, the CSV file first so that no other logger's error costs it; none on ranks
     above 0.
@@ -251,7 +248,7 @@ def make_loggers(
         lines = yaml.safe_dump(about, sort_keys=False).splitlines()
         board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
         loggers.append(board)
-    run = start_run(config, job, table, bool(resumed_step), log, about)
+    run = start_run(config, job, table, bool(resumed_step), about)
     return loggers + ([run] if run is not None else [])
 
 

@@ -142,12 +142,6 @@ def test_a_wrong_config_file_ends_with_code_2_and_one_line(probe, capsys, tmp_pa
     assert all(part in line for part in expected), line
 
 
-def test_an_unknown_command_is_named_with_the_nearest_one(capsys):
-    assert cli.main(["trian", "eagle"]) == 2
-    line = error_line(capsys)
-    assert "'trian eagle'" in line and "Did you mean train eagle?" in line
-
-
 def test_debug_adds_the_traceback(probe, capsys):
     probe.run = lambda config: open("/nonexistent/rows.jsonl")  # noqa: SIM115
     assert cli.main(["probe", "x", "--debug"]) == 2
@@ -179,16 +173,8 @@ def test_an_interrupt_says_whether_the_same_command_continues(words, capsys):
         raise KeyboardInterrupt
 
     assert cli.guarded(interrupt, [*words, "--output", "x"]) == 130
-    assert ("The same command continues" in capsys.readouterr().err) == (words != ["export"])
-
-
-def test_an_interrupt_ends_with_130_and_no_traceback(probe, capsys):
-    def run(config):
-        raise KeyboardInterrupt
-
-    probe.run = run
-    assert cli.main(["probe", "x"]) == 130
-    assert capsys.readouterr().err == "draftsmith: interrupted\n"
+    again = "" if words == ["export"] else ". The same command continues."
+    assert capsys.readouterr().err == f"draftsmith: interrupted{again}\n"
 
 
 def test_flags_lists_and_negative_numbers():
@@ -467,7 +453,7 @@ def test_a_head_of_a_small_target_on_a_cpu_follows_the_recipe_where_nothing_else
     (tmp_path / "empty.yaml").write_text("{}")
     defaults = read("cuda")
     # A plan for other devices than this machine's.
-    assert read("auto", "--plan", "--plan-tflops", "300").lr == read("auto", "--plan", "--plan-gb", "80").lr == 1e-4
+    assert read("auto", "--plan", "--plan-gb", "80").lr == 1e-4
     assert read("cpu", "--config", str(tmp_path / "empty.yaml")).lr == defaults.lr == 1e-4
     # Who gives a learning rate means the default optimizer's.
     own = read("cpu", "--lr", "2e-4", "--batch-size", "4")

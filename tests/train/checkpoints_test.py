@@ -56,25 +56,24 @@ def test_only_the_newest_are_kept_in_numerical_order(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_then_replaced(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_then_replaced(tmp_path, damage, capsys):
     saved(tmp_path, 4, 8)
     damage(path_of(tmp_path, 8))
-    warned: list[str] = []
-    assert newest_intact(tmp_path, warned.append) == path_of(tmp_path, 4)
-    assert len(warned) == 1 and f"{path_of(tmp_path, 8)} is damaged" in warned[0]
+    assert newest_intact(tmp_path) == path_of(tmp_path, 4)
+    assert capsys.readouterr().err.count(f"{path_of(tmp_path, 8)} is damaged") == 1
     saved(tmp_path, 6)  # the run that goes on from step 4 saves in another rhythm
     assert steps(tmp_path) == [4, 6]
     path_of(tmp_path, 8).mkdir()
     saved(tmp_path, 8)
-    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 8)
+    assert newest_intact(tmp_path) == path_of(tmp_path, 8) and capsys.readouterr().err == ""
 
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
-    assert newest_intact(tmp_path, pytest.fail) is None
+    assert newest_intact(tmp_path) is None
     saved(tmp_path, 4)
     damaged_state(path_of(tmp_path, 4))
     with pytest.raises(InputError, match="only damaged checkpoints"):
-        newest_intact(tmp_path, lambda text: None)
+        newest_intact(tmp_path)
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path):
@@ -83,7 +82,7 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
         (tmp_path / rest).mkdir()
         (tmp_path / rest / STATE).write_bytes(b"half")
     # A run that was killed in its last save saves nothing more.
-    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 4)
+    assert newest_intact(tmp_path) == path_of(tmp_path, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
@@ -118,4 +117,4 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path):
     assert process.exitcode == 0
     assert all("File too large" in found.recv() for _ in range(4))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
-    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 4)
+    assert newest_intact(tmp_path) == path_of(tmp_path, 4)

@@ -336,12 +336,6 @@ def test_states_of_another_layer_beside_a_proved_last_one_are_refused(artifacts,
             make_features(settings)
 
 
-def test_another_model_at_the_server_is_refused(artifacts, tmp_path):
-    other = load_lm(str(artifacts.draft))
-    with StatesServer(other, (1,), tmp_path / "spool") as server, pytest.raises(InputError, match="teacher: found"):
-        streamed(artifacts, server, tmp_path / "run")
-
-
 def test_no_server_is_one_line(artifacts, tmp_path):
     with pytest.raises(InputError, match=r"server: found nothing that listens at http://127.0.0.1:9, expected a vLLM"):
         run(config(artifacts, tmp_path, data=artifacts.responses, server="http://127.0.0.1:9"))
