@@ -35,22 +35,18 @@ def run(command: str, **values: Any) -> Any:
     return run_once(command, COMMANDS[command].run, config)
 
 
-def training_config(kind: str, values: dict[str, Any]) -> Any:
-    """Build the config of `train KIND`, also for a drafter that was added with `draftsmith.add_drafters`."""
+def settings(kind: str, **values: Any) -> TrainDrafterConfig:
+    """Build the config of `train KIND` for a `LitDrafter`; data and target may be omitted, and output until `fit`."""
     from draftsmith.modules.drafters import learned
     from draftsmith.train.config import drafter_config
+    from draftsmith.train.module import IN_PYTHON
 
     if kind not in learned():
         expected = f"one of {', '.join(learned())}"
         raise InputError("kind", repr(kind), expected, f"Choose one.{did_you_mean(kind, list(learned()))}")
-    return from_values(f"draftsmith train {kind}", drafter_config(kind), values)
-
-
-def settings(kind: str, **values: Any) -> TrainDrafterConfig:
-    """Build the config of `train KIND` for a `LitDrafter`; data and target may be omitted, and output until `fit`."""
-    from draftsmith.train.module import IN_PYTHON
-
-    return training_config(kind, {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values)
+    given: dict[str, Any] = {"data": IN_PYTHON, "output": IN_PYTHON, "target": IN_PYTHON} | values
+    config: TrainDrafterConfig = from_values(f"draftsmith train {kind}", drafter_config(kind), given)
+    return config
 
 
 def export(head: str | Path, format: str, output: str | Path, **values: Any) -> Path:

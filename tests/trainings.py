@@ -24,6 +24,15 @@ from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head
 
 
+class Clock:
+    """A clock that a test moves, in seconds."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def fake_trainer(dataset: Any, step: int = 0) -> Any:
     """What a `LitHead` asks of Lightning's trainer: its samples, which are all of a data set, and how far it is."""
     samples = Samples(dataset, range(len(dataset)))

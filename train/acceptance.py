@@ -236,7 +236,7 @@ class LitAcceptance(LitHead):
             "drafter": drafter.name,
         }
 
-    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[DraftedTokens, Tensor]:
+    def read(self, batch: MicroBatch) -> tuple[DraftedTokens, Tensor]:
         tokens = self.reader.read(batch.data)
         return tokens, tokens.hidden
 

@@ -77,9 +77,10 @@ class Progress(pl.Callback):
         self.config = config
         self._bar = ExitStack()
         self._advance: Callable[[float], None] = lambda amount: None
+        self._shown = 0.0  # when the bar last advanced
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        limit = pl_module.state.time_limit
+        limit, self._shown = pl_module.state.time_limit, time.monotonic()
         size = (pl_module.total_steps, "steps", trainer.global_step)
         if limit is not None:
             size = (round(60 * self.config.minutes), "s", limit.begin())
@@ -92,8 +93,8 @@ class Progress(pl.Callback):
         self._advance = self._bar.enter_context(drawn)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        limit = pl_module.state.time_limit
-        self._advance(1 if limit is None else limit.passed())
+        before, self._shown = self._shown, time.monotonic()
+        self._advance(1 if pl_module.state.time_limit is None else self._shown - before)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if pl_module.state.unvalidated:

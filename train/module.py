@@ -104,7 +104,7 @@ class LitHead(pl.LightningModule):
         return {name: source.digest for name, source in sources.items() if hasattr(source, "digest")}
 
     @abstractmethod
-    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[Any, Tensor | None]:
+    def read(self, batch: MicroBatch) -> tuple[Any, Tensor | None]:
         """Return the head's inputs and the frozen model's hidden states if this call computed them, else None."""
 
     @abstractmethod
@@ -327,7 +327,7 @@ class LitHead(pl.LightningModule):
         Raises:
             NonFinite: a frozen model's states are not finite.
         """
-        inputs, states = self.read(batch, validating=True)
+        inputs, states = self.read(batch)
         if states is not None and not bool(states.sum(dtype=torch.float32).isfinite()):
             val = cast(Any, self.trainer).datamodule.val
             names = [val.name(key.index) for key in batch.keys]
@@ -411,7 +411,7 @@ class LitDrafter(LitHead):
         """Return the sums and counts of what validation reports."""
         return self.head.loss(inputs, self.target, self.settings, None)
 
-    def read(self, batch: MicroBatch, validating: bool = False) -> tuple[FeatureBatch, Tensor | None]:
+    def read(self, batch: MicroBatch) -> tuple[FeatureBatch, Tensor | None]:
         return self.source.read(batch.data)
 
     def setup(self, stage: str) -> None:

@@ -167,20 +167,14 @@ class TimeLimit:
         self._since = clock() if since is None else since
         # Seconds that earlier runs took; when this one's steps began; longest validation and saves.
         self._earlier, self._began, self._pause = 0.0, self._since, 0.0
-        # The longest step; how many were done at the last look, and when that was; when `passed` was last asked.
+        # The longest step; how many were done at the last look, and when that was.
         self._step_s = 0.0
         self._mark: tuple[int, float] | None = None
-        self._shown = self._since
 
     def begin(self) -> float:
         """Start with the steps: what came before them is no part of the schedule. Returns the seconds spent so far."""
-        self._began = self._shown = self._clock()
+        self._began = self._clock()
         return self._earlier + self._began - self._since
-
-    def passed(self) -> float:
-        """Return the seconds since the last call."""
-        before, self._shown = self._shown, self._clock()
-        return self._shown - before
 
     def state(self) -> dict[str, float]:
         return {"spent": self._earlier + self._clock() - self._since, "pause": self._pause}

@@ -151,10 +151,6 @@ def a_batch(rollouts: Path, rows=(0, 3, 5)):
     return collate_rollouts([data[row] for row in rows])
 
 
-def reader(drafter: FrozenDrafter, depth: int) -> Reader:
-    return Reader(drafter, drafter.branches(depth))
-
-
 def drafts_of(batch):
     """Yield the number of every draft and the text before it."""
     number = 0
@@ -169,7 +165,8 @@ def test_states_equal_those_of_each_draft_read_alone(artifacts, rollouts, depth)
     draft, batch = load_lm(str(artifacts.draft)), a_batch(rollouts)
     names = ("draft_ids", "loss_mask", "accept_prob", "log_q")
     batch = dataclasses.replace(batch, **{name: getattr(batch, name)[:, :depth] for name in names})
-    found = reader(FrozenDrafter(draft, {}), depth).read(batch)
+    drafter = FrozenDrafter(draft, {})
+    found = Reader(drafter, drafter.branches(depth)).read(batch)
     states = []
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
@@ -187,7 +184,8 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artifacts, ro
     target = load_lm(str(artifacts.target))
     head = load_head(eagle, target)
     batch = a_batch(rollouts, rows=(1, 2))
-    found = reader(FrozenDrafter(target, {}, head), DEPTH).states(batch)
+    drafter = FrozenDrafter(target, {}, head)
+    found = Reader(drafter, drafter.branches(DEPTH)).states(batch)
     for number, text in drafts_of(batch):
         ids = torch.tensor([text])
         features, embeds = target.features(ids)[:, :-1], target.embed(ids[:, 1:])
@@ -212,8 +210,6 @@ def test_config_and_card_name_the_heads_inputs_and_labels(artifacts, eagle, trai
 
 def test_a_head_of_another_drafter_is_refused(artifacts, eagle, rollouts, tmp_path):
     settings = a_config(artifacts, eagle, rollouts, tmp_path / "run")
-    with pytest.raises(InputError, match="target: found none"):
-        run(dataclasses.replace(settings, target=None))
     with pytest.raises(InputError, match=r"made with another draft\.eagle"):
         chain = EagleHead(EagleConfig.for_target(load_lm(str(artifacts.target)).config))
         other = save_head(tmp_path / "other-eagle", chain, {}, "card")

@@ -57,9 +57,7 @@ def test_verdict(values, larger, begins):
     assert verdict("tau", curve, larger).startswith(begins)
     # The validation before the first step is no part of the trend.
     assert verdict("tau", [(0, 1.0), *curve], larger) == verdict("tau", curve, larger)
-
-
-def test_two_validations_show_no_trend():
+    # Nor do two show one.
     assert verdict("tau", [(0, 1.0), (100, 1.4), (200, float("nan")), (300, 1.5)]) == ""
 
 

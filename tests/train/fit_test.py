@@ -19,6 +19,7 @@ from forked import commanded, forked
 from safetensors.torch import load_file
 from trainings import config as drafter_settings
 
+from draftsmith.launch.arguments import from_values
 from draftsmith.modules.along import AlongDrafter
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
@@ -41,12 +42,8 @@ def command(options: dict[str, str]) -> list[str]:
     return ["train", "acceptance", *(word for name, value in options.items() for word in (f"--{name}", value))]
 
 
-def in_process(options: dict[str, str]) -> Path:
-    paths: dict[str, Any] = {"data": options["data"], "output": Path(options["output"])}
-    numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
-    shares = {name: float(options[name]) for name in ("lr", "val_share")}
-    words = {name: options[name] for name in ("head", "device")}
-    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, loggers=("csv",), num_threads=1))
+def in_process(options: dict[str, Any]) -> Path:
+    return run(from_values("draftsmith train acceptance", TrainAcceptanceConfig, options))
 
 
 def state(output: Path) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from trainings import Clock
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.models import load_lm
@@ -95,27 +96,13 @@ def test_muon_moves_matrices_from_states_to_states_alone(kind, options, tmp_path
     assert any(moved.values())
 
 
-def test_warm_up_rises_linearly_to_the_peak():
+def test_learning_rates_rise_linearly_to_the_peak_and_fall_by_their_schedule():
     shares = [lr_share(step, 100, "cosine", 0.1) for step in range(11)]
     assert shares == pytest.approx([(step + 1) / 11 for step in range(11)])
-
-
-def test_cosine_is_half_way_in_the_middle_and_ends_at_0():
     shares = [lr_share(step, 100, "cosine", 0.0) for step in (0, 25, 50, 100)]
     assert shares == pytest.approx([1.0, (1 + math.cos(math.pi / 4)) / 2, 0.5, 0.0])
-
-
-def test_linear_and_constant():
     assert lr_share(4, 10, "linear", 0.0) == pytest.approx(0.6)
     assert lr_share(9, 10, "constant", 0.0) == 1.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def steps_of(limit: TimeLimit, clock: Clock, step_s: float, validates: tuple[int, float], done: int = 0) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import config
+from trainings import Clock, config
 
 from draftsmith.data.settings import with_dtype
 from draftsmith.data.store.manifest import Manifest, resolved
@@ -135,15 +135,7 @@ def test_without_a_key_weights_and_biases_is_off_until_it_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("WANDB_PROJECT", "a:b"),
-        ("WANDB_PROJECT", "x" * 200),
-        ("WANDB_RUN_ID", "a/b"),
-        ("WANDB_BASE_URL", "nonsense"),
-        ("WANDB_MODE", "sometimes"),
-        ("WANDB_API_KEY", " secret "),
-    ],
+    ("name", "value"), [("WANDB_PROJECT", "a:b"), ("WANDB_MODE", "sometimes"), ("WANDB_API_KEY", " secret ")]
 )
 def test_a_name_that_the_client_refuses_is_a_line_before_anything_is_loaded(
     no_key, artifacts, tmp_path, monkeypatch, name, value
@@ -191,14 +183,6 @@ def test_tensorboard_hides_events_after_the_checkpoint(tmp_path):
 
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Run:
