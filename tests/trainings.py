@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from worlds import tiny_llama_dir
 
+from draftsmith.data import prompts, responses
 from draftsmith.data.features import text_dataset
 from draftsmith.data.store.datasets import ArtifactDataset, collate_features, open_dataset
 from draftsmith.modules.drafters.eagle import EagleHead
@@ -22,6 +25,22 @@ from draftsmith.train.config import TrainDrafterConfig, drafter_config
 from draftsmith.train.data import MicroBatch, SampleKey, Samples
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head
+
+NUM_PROMPTS = 48
+
+
+def answered_prompts(root: Path) -> dict[str, Path]:
+    """Two models of one tokenizer, prompts, and the target's responses to them, made by the data stages."""
+    made = {name: root / name for name in ("prompts", "responses")}
+    made["target"] = tiny_llama_dir(root / "target", seed=0, layers=2)
+    made["draft"] = tiny_llama_dir(root / "draft", seed=1, layers=1)
+    source, target = root / "prompts.jsonl", str(made["target"])
+    rows = [{"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)} for i in range(NUM_PROMPTS)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts.run(prompts.PromptsConfig(source=str(source), target=target, output=made["prompts"]))
+    options: dict[str, Any] = {"max_new_tokens": 24, "num_threads": 1}
+    responses.run(responses.ResponsesConfig(made["prompts"], target, made["responses"], **options))
+    return made
 
 
 class Clock:

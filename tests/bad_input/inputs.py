@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,12 +81,8 @@ def supervised(ground: Ground, to: Path) -> dict[str, object]:
 
 PROMPTS = "data prompts --source {file} --target {target} --output {out} "
 DECODE = "decode Hi --target {target} --method "
-PAIR = "--target {target} --head {broken} --output {out} "
-BENCH = "eval bench " + PAIR + "--data {chats} --methods spec:k=2 --repeats 1 "
 ASK = "data responses --data {prompts} --target {broken} --output {out} "
 TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
-DRAFT, HEAD, TARGET = ("draft: found", "position"), ("eagle: found", "position"), ("target: found",)
-HERE = "prompt on the command line"
 ROWS = [
     # Files of prompts, and templates.
     Row("prompts: no JSON", PROMPTS, ("x.jsonl, line 2", "not JSON"), file(GOOD + b"{")),
@@ -107,10 +102,11 @@ ROWS = [
         "data responses --data {prompts} --target {target} --output {out} --engine openai --dialect openai "
         "--ignore-eos", ("ignore_eos",)),
     # Ids and numbers.
-    Row("draft, sampled", DECODE + "spec:k=3 --head {broken} --temperature 1", (*DRAFT, HERE), broken("draft")),
-    Row("responses", ASK, (*TARGET, "position", "row-"), broken("target")),
+    Row("draft, sampled", DECODE + "spec:k=3 --head {broken} --temperature 1",
+        ("draft: found", "position", "prompt on the command line"), broken("draft")),
+    Row("responses", ASK, ("target: found", "position", "row-"), broken("target")),
     Row("features", "data features --data {texts} --target {broken} --output {out}",
-        (*TARGET, "hidden states at position 0", "first"), supervised),
+        ("target: found", "hidden states at position 0", "first"), supervised),
     Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),
     Row("a key that YAML reads as true", "decode Hi --target {target} --config {yaml}", ("key", "True", "c.yaml"),
         lambda ground, to: {"yaml": to / "c.yaml", "x": (to / "c.yaml").write_text("server:\n  true: 2")}),
@@ -199,17 +195,6 @@ def a_file(ground: Ground, to: Path) -> dict[str, object]:
     return {"d": to / "taken"}
 
 
-def exported(file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, object]]:
-    """What `export --format vllm` wrote."""
-
-    def make(ground: Ground, to: Path) -> dict[str, object]:
-        directory = Path(shutil.copytree(ground.exported, to / "exported"))
-        spoil(directory / file)
-        return {"d": directory}
-
-    return make
-
-
 INSPECT = "data inspect {d}"
 FEATURES = "data features --data {responses} --target {target} --output {d}"
 REPORT = "eval report {d} --output {out}/report.html"
@@ -238,14 +223,13 @@ ROWS += [
         spoilt("bench", "prompts.parquet", cut)),
     # An interrupted bench.
     Row("journal: nested without end", BENCH_ON, ("journal.jsonl", "line 1"), journal),
-    # A training that is to go on.
     # Exports.
     Row("check: draftsmith.json cut", "check {d} --format vllm --target {target}", ("draftsmith.json", "damaged"),
-        exported("draftsmith.json", cut)),
+        spoilt("exported", "draftsmith.json", cut)),
     Row("import: another width", "import {d} --target {target} --output {out}", ("hidden_size", "the target's"),
-        exported("config.json", changed(hidden_size=2**24))),
+        spoilt("exported", "config.json", changed(hidden_size=2**24))),
     Row("import: weights of int8", "import {d} --target {target} --output {out}", ("fc.weight is int8", "float32"),
-        exported("model.safetensors", of_type(torch.int8))),
+        spoilt("exported", "model.safetensors", of_type(torch.int8))),
     # A config file, as an editor may leave it.
     Row("decode.yaml cut", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "YAML"),
         lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("target: [a")}),
@@ -308,8 +292,8 @@ ENDLESS: list[tuple[str, Callable[..., Callable[[Ground, Path], dict[str, object
     (INSPECT, partial(spoilt, "features"), ("manifest.json", f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
     (TRAIN_ON, partial(spoilt, "features"), (f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
     (COMPARE, partial(spoilt, "bench"), ("results.json", "prompts.parquet"), pipe),
-    (CHECK, exported, ("config.json", "model.safetensors"), pipe),
-    (CHECK, exported, ("config.json",), zeros),
+    (CHECK, partial(spoilt, "exported"), ("config.json", "model.safetensors"), pipe),
+    (CHECK, partial(spoilt, "exported"), ("config.json",), zeros),
 ]  # fmt: skip
 ROWS += [
     Row(f"{words.split()[0]} {words.split()[1]}: {name} as a {spoil.__name__}", words, (name,), make(name, spoil))

@@ -31,42 +31,20 @@ class Row:
 
 
 class Ground:
-    """Small good inputs of every command; each is made when the first row asks for it. Rows spoil copies only."""
+    """Small good inputs of every command; each is made when the first row asks for it. Rows spoil copies only.
+
+    target, draft: models of one tokenizer. eagle: a head of the target's. acceptance: one of the draft's. chats: a
+    JSONL file of conversations.
+    """
 
     def __init__(self, root: Path):
-        self._root = root
-
-    @cached_property
-    def _world(self) -> dict[str, str]:
-        self._root.mkdir(exist_ok=True)
-        return make_tiny_world(self._root)
+        self._root, world = root, make_tiny_world(root)
+        self.target, self.draft, self.chats = world["target"], world["draft"], world["data"]
+        self.eagle, self.acceptance = world["eagle"], world["acceptance"]
 
     def __getitem__(self, name: str) -> str:
         """So that `str.format_map` finds what a row names."""
         return str(getattr(self, name))
-
-    @property
-    def target(self) -> str:
-        return self._world["target"]
-
-    @property
-    def draft(self) -> str:
-        return self._world["draft"]
-
-    @property
-    def eagle(self) -> str:
-        """An EAGLE head of the target's."""
-        return self._world["eagle"]
-
-    @property
-    def acceptance(self) -> str:
-        """An acceptance head of the draft's."""
-        return self._world["acceptance"]
-
-    @property
-    def chats(self) -> str:
-        """A JSONL file of conversations."""
-        return self._world["data"]
 
     @cached_property
     def prompts(self) -> Path:

@@ -7,7 +7,6 @@ Run by `make test-cluster`, not by `make test`: it needs SLURM (install.sh).
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import signal
@@ -22,11 +21,9 @@ import pytest
 import torch
 from cluster.daemons import cluster
 from safetensors.torch import load_file
-from worlds import tiny_llama_dir
+from trainings import NUM_PROMPTS, answered_prompts
 
-from draftsmith.data import prompts, responses
-
-NUM_PROMPTS, NUM_SHARDS = 48, 8
+NUM_SHARDS = 8
 STEPS, LOG_EVERY, SAVE_EVERY = 400, 10, 7
 # Far below the half hour after which ranks give up waiting for a dead one.
 PATIENCE_S = 90.0
@@ -61,24 +58,7 @@ def slurm() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two models of one tokenizer, and the target's responses to a few prompts."""
-    root = tmp_path_factory.mktemp("inputs")
-    made = {
-        "target": tiny_llama_dir(root / "target", seed=0),
-        "draft": tiny_llama_dir(root / "draft", seed=1, layers=1),
-    }
-    made |= {"prompts": root / "prompts", "responses": root / "responses"}
-    source = root / "prompts.jsonl"
-    lines = [json.dumps({"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)}) for i in range(NUM_PROMPTS)]
-    source.write_text("\n".join(lines))
-    target = str(made["target"])
-    prompts.run(prompts.PromptsConfig(source=str(source), target=target, output=made["prompts"]))
-    responses.run(
-        responses.ResponsesConfig(
-            data=made["prompts"], target=target, output=made["responses"], max_new_tokens=24, num_threads=1
-        )
-    )
-    return made
+    return answered_prompts(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

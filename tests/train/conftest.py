@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from trainings import config
-from worlds import tiny_llama_dir
+from trainings import answered_prompts, config
 
-from draftsmith.data import acceptance, features, prompts, responses
+from draftsmith.data import acceptance, features
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.train.command import run
-
-NUM_PROMPTS = 48
 
 
 @dataclass(frozen=True)
@@ -44,25 +40,10 @@ def one_thread():
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     root = tmp_path_factory.mktemp("artifacts")
-    target = tiny_llama_dir(root / "target", seed=0, layers=2)
-    draft = tiny_llama_dir(root / "draft", seed=1, layers=1)
-    source = root / "prompts.jsonl"
-    source.write_text(
-        "".join(json.dumps({"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)}) + "\n" for i in range(NUM_PROMPTS))
-    )
-    made = Artifacts(target, draft, root / "prompts", root / "responses", root / "acceptance", root / "features")
-    prompts.run(prompts.PromptsConfig(source=str(source), target=str(target), output=root / "prompts"))
-    responses.run(
-        responses.ResponsesConfig(
-            data=root / "prompts", target=str(target), output=made.responses, max_new_tokens=24, num_threads=1
-        )
-    )
-    acceptance.run(
-        acceptance.AcceptanceConfig(
-            data=made.responses, target=str(target), head=str(draft), output=made.acceptance, num_threads=1
-        )
-    )
-    features.run(features.FeaturesConfig(data=made.responses, target=str(target), output=made.features, num_threads=1))
+    made = Artifacts(**answered_prompts(root), acceptance=root / "acceptance", features=root / "features")
+    shared = {"data": made.responses, "target": str(made.target), "num_threads": 1}
+    acceptance.run(acceptance.AcceptanceConfig(head=str(made.draft), output=made.acceptance, **shared))
+    features.run(features.FeaturesConfig(output=made.features, **shared))
     return made
 
 
@@ -78,15 +59,9 @@ def eagle(artifacts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def rollouts(artifacts, eagle, tmp_path_factory) -> Path:
     """Labels of the EAGLE head's rounds."""
-    settings = acceptance.AcceptanceConfig(
-        data=artifacts.responses,
-        target=str(artifacts.target),
-        head=str(eagle),
-        output=tmp_path_factory.mktemp("rollouts") / "labels",
-        depth=4,
-        num_threads=1,
-    )
-    return acceptance.run(settings)
+    options = {"data": artifacts.responses, "target": str(artifacts.target), "depth": 4, "num_threads": 1}
+    output = tmp_path_factory.mktemp("rollouts") / "labels"
+    return acceptance.run(acceptance.AcceptanceConfig(head=str(eagle), output=output, **options))
 
 
 @pytest.fixture(scope="session")
