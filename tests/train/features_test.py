@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from states_server import StatesServer
-from trainings import a_module, config, losses, micro_batch, step_loss, texts
+from trainings import a_module, config, losses, micro_batch, texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import DEVICES, tiny_llama_dir
 
@@ -30,7 +29,6 @@ from draftsmith.data.responses import run as make_responses
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.spool import row_name
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
@@ -39,8 +37,7 @@ from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import features
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.data import MicroBatch, Samples
-from draftsmith.train.features import FeatureSource, feature_std
+from draftsmith.train.data import MicroBatch
 from draftsmith.train.module import LitDrafter
 
 
@@ -50,17 +47,6 @@ def in_step(artifacts, output: Path, **changes) -> TrainDrafterConfig:
 
 def part_of(batch: FeatureBatch) -> MicroBatch:
     return micro_batch(batch, EagleHead.loss_count(batch, EagleHead.Settings()))
-
-
-def test_supervised_prompts_are_texts_with_masks_of_their_own(artifacts, tmp_path):
-    source = tmp_path / "rows.jsonl"
-    source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
-    made = prompts.PromptsConfig(str(source), str(artifacts.target), tmp_path / "prompts", supervised=True)
-    directory = prompts.run(made)
-    data = text_dataset(directory, Checkpoint(artifacts.target))
-    expected = Rows(Manifest.read(directory)).read(0, 3)
-    for name in ("loss_mask", "input_ids"):
-        assert [data[i][name].tolist() for i in range(len(data))] == [row[name] for row in expected]
 
 
 def test_features_are_transformers_states_packed_or_padded(artifacts, tmp_path):
@@ -80,16 +66,6 @@ def test_features_are_transformers_states_packed_or_padded(artifacts, tmp_path):
     torch.testing.assert_close(packed[0], features[padded.attention_mask], rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artifacts, tmp_path):
-    data, module = texts(artifacts), a_module(artifacts, tmp_path, noise=0.0)
-    batch = collate_features([data[i] for i in range(4)])
-    brought = dataclasses.replace(batch, features=module.target.features(batch.input_ids))
-    online, stored = (step_loss(module, part_of(b)) for b in (batch, brought))
-    assert online.loss == stored.loss and online.sums == stored.sums
-    online.loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
-
-
 def test_training_online_is_training_on_a_features_artifact_but_for_its_rounding(artifacts, tmp_path):
     run(in_step(artifacts, tmp_path / "online"))
     run(in_step(artifacts, tmp_path / "stored", data=artifacts.features))
@@ -100,13 +76,6 @@ def test_training_online_is_training_on_a_features_artifact_but_for_its_rounding
         # top1 counts few tokens: a near tie that falls the other way is one of them.
         online, stored = losses(tmp_path / "online", name), losses(tmp_path / "stored", name)
         assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
-
-
-def test_the_noise_unit_is_that_of_the_stored_features(artifacts, tmp_path):
-    target = load_lm(str(artifacts.target))
-    samples = Samples(texts(artifacts), range(6))
-    stored = feature_std(Samples(open_dataset(artifacts.features), range(6)), FeatureSource(target))
-    assert feature_std(samples, FeatureSource(target)) == pytest.approx(stored, rel=1e-3)  # bf16
 
 
 def test_data_that_no_head_can_be_trained_on_is_named(artifacts, tmp_path):
@@ -161,15 +130,6 @@ def test_a_template_that_is_stored_otherwise_is_the_same(artifacts, tmp_path):
     AutoTokenizer.from_pretrained(moved).save_pretrained(tmp_path / "saved")
     shutil.copytree(moved, tmp_path / "saved", dirs_exist_ok=True, ignore=lambda *_: ["tokenizer_config.json"])
     assert len(text_dataset(artifacts.responses, Checkpoint(tmp_path / "saved"))) > 0
-
-
-def test_the_universal_engine_trains_the_same_head(artifacts, tmp_path):
-    short = {"max_steps": 4, "val_every": 4}
-    run(in_step(artifacts, tmp_path / "lean", **short))
-    run(in_step(artifacts, tmp_path / "hf", loader="hf", **short))
-    for name in ("train/loss", "val/loss", "val/tau"):
-        # Two implementations of one float32 forward.
-        assert losses(tmp_path / "hf", name) == pytest.approx(losses(tmp_path / "lean", name), rel=1e-4), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
