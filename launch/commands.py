@@ -60,7 +60,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.decode",
             "Answer a prompt and show which tokens were drafted",
             ("prompt",),
-        ),
+        )
     },
     "Make training data with the target": {
         "data prompts": Command(
@@ -80,7 +80,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Train heads": {
         "train acceptance": Command(
             "train.config:TrainAcceptanceConfig", "launch.training", "Acceptance head: when to stop drafting"
-        ),
+        )
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
@@ -104,10 +104,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "launch.export.settings:ExportConfig", "launch.export.export", "A head as another system loads it, checked"
         ),
         "check": Command(
-            "eval.settings:CheckConfig",
-            "eval.check.check",
-            "What another system makes of a directory",
-            ("directory",),
+            "eval.settings:CheckConfig", "eval.check.check", "What another system makes of a directory", ("directory",)
         ),
         "import": Command(
             "launch.export.settings:ImportConfig",
@@ -136,15 +133,13 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.settings:ReportConfig", "eval.report", "Finished runs as one HTML page", ("runs",)
         ),
         "eval certify": Command(
-            "eval.settings:CertifyConfig",
-            "eval.certify",
-            "Certify that a server's answers follow the target",
+            "eval.settings:CertifyConfig", "eval.certify", "Certify that a server's answers follow the target"
         ),
     },
     "Your machine": {
         "doctor": Command(
             "launch.doctor:DoctorConfig", "launch.doctor", "What is installed here and what of it can be used"
-        ),
+        )
     },
 }
 # Groups whose help also prints the options that their commands share: the name it is printed for, and the dataclass.

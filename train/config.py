@@ -265,10 +265,7 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     kind: ClassVar[str]
     help_group: ClassVar[str] = "Data"
     help_command: ClassVar[str] = "draftsmith train"
-    help_rarely: ClassVar[tuple[str, ...]] = (
-        "feature_dtype",
-        "device_map",
-    )
+    help_rarely: ClassVar[tuple[str, ...]] = ("feature_dtype", "device_map")
 
     target: str
     server: str | None = volatile(None, presence=True)
@@ -326,12 +323,7 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
         f"Train{kind.title()}Config",
         defaults,
         bases=(own, TrainDrafterConfig),
-        namespace={
-            "kind": kind,
-            "__post_init__": check,
-            "__doc__": " ".join(about.split()),
-            "__module__": __name__,
-        },
+        namespace={"kind": kind, "__post_init__": check, "__doc__": " ".join(about.split()), "__module__": __name__},
         frozen=True,
         kw_only=True,
     )

@@ -123,11 +123,7 @@ def fit(
 
 
 def _fit(
-    module: LitHead,
-    data: HeadDataModule,
-    callbacks: Sequence[pl.Callback],
-    since: float | None,
-    flags: dict[str, Any],
+    module: LitHead, data: HeadDataModule, callbacks: Sequence[pl.Callback], since: float | None, flags: dict[str, Any]
 ) -> Path:
     config, provenance, versions = module.config, module.provenance(data), made_with()
 

@@ -154,11 +154,7 @@ def taught_by_final_state(layers: Sequence[int], target: CausalLM) -> bool:
 
 
 def feature_source(
-    config: TrainDrafterConfig,
-    target: CausalLM,
-    layers: Sequence[int],
-    samples: Sequence[Samples],
-    clients: ExitStack,
+    config: TrainDrafterConfig, target: CausalLM, layers: Sequence[int], samples: Sequence[Samples], clients: ExitStack
 ) -> FeatureSource:
     """Return the reader of features of responses; served ones come with the samples.
 

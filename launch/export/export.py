@@ -28,12 +28,7 @@ from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_sa
 from draftsmith.modules.pretrained.directory import RECORD, check_own
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.gguf import copied_metadata
-from draftsmith.modules.pretrained.gguf_writer import (
-    rounded_to_q8,
-    tokenizer_metadata,
-    write_gguf,
-    write_gguf_model,
-)
+from draftsmith.modules.pretrained.gguf_writer import rounded_to_q8, tokenizer_metadata, write_gguf, write_gguf_model
 from draftsmith.modules.pretrained.heads import (
     build_head,
     head_config,

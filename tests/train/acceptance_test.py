@@ -18,10 +18,7 @@ from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.pretrained.heads import FrozenDrafter, drafter_identity, load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import (
-    Reader,
-    make_head,
-)
+from draftsmith.train.acceptance import Reader, make_head
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainAcceptanceConfig
 

@@ -15,13 +15,7 @@ from trainings import a_module, losses
 
 from draftsmith.modules.types import InputError
 from draftsmith.train import callbacks
-from draftsmith.train.callbacks import (
-    Progress,
-    exit_code,
-    mismatch,
-    untested_lengths,
-    verdict,
-)
+from draftsmith.train.callbacks import Progress, exit_code, mismatch, untested_lengths, verdict
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 

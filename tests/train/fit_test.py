@@ -155,13 +155,7 @@ def test_a_signal_saves_and_says_how_to_go_on(artifacts, tmp_path, unbroken):
 @pytest.mark.parametrize("place", ["validation", "tau"])
 def test_a_signal_leaves_the_validation_and_the_resumed_run_repeats_it(artifacts, tmp_path, monkeypatch, steps, place):
     """After the sixth step, the last one or not."""
-    options = {
-        "save_every": 5,
-        "max_steps": steps,
-        "loggers": ("csv",),
-        "batch_size": 1,
-        "val_every": 3,
-    }
+    options = {"save_every": 5, "max_steps": steps, "loggers": ("csv",), "batch_size": 1, "val_every": 3}
     unbroken, output, mark = tmp_path / "unbroken", tmp_path / "run", tmp_path / "mark"
     run(drafter_settings(artifacts, unbroken, **options))
     stalls = (LitDrafter, "validation_step") if place == "validation" else (AlongDrafter, "walk")

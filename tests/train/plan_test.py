@@ -25,14 +25,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.plan import (
-    FLOAT32,
-    LAYOUTS,
-    parts_in,
-    plan_of,
-    rank_memory,
-    verdict,
-)
+from draftsmith.train.plan import FLOAT32, LAYOUTS, parts_in, plan_of, rank_memory, verdict
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -42,12 +35,7 @@ def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"val_share": 0.3, "seed": 3},
-        {"tokens_per_batch": 128, "max_length": 40},
-        {"max_steps": 5, "ttt_steps": 2},
-    ],
+    [{}, {"val_share": 0.3, "seed": 3}, {"tokens_per_batch": 128, "max_length": 40}, {"max_steps": 5, "ttt_steps": 2}],
     ids=["batches", "held out", "pieces", "steps"],
 )
 def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, changes):

@@ -42,10 +42,7 @@ PAIRS = [(head, name) for head in HEADS for name in STRATEGIES[head]]
 POISONS = [("gradient", "ddp"), ("gradient", ZERO[1]), ("loss", ZERO[2])]
 POISONED_ROW = 5
 # (head, strategy begun with, strategy and accumulation gone on with); None is one rank.
-RESUMED_ON_TWO = [
-    ("acceptance", None, "deepspeed_stage_3", 1),
-    ("eagle", "deepspeed_stage_2", "deepspeed_stage_1", 1),
-]
+RESUMED_ON_TWO = [("acceptance", None, "deepspeed_stage_3", 1), ("eagle", "deepspeed_stage_2", "deepspeed_stage_1", 1)]
 # Trained with a single validation sample.
 FEW = ["acceptance", "dspark", "eagle", "rollouts"]
 RESUMED_ON_ONE = [("acceptance", "deepspeed_stage_3", 2)]

@@ -252,13 +252,7 @@ def test_ranks_add_up_and_the_fullest_memory_counts(monkeypatch):
     metrics = run.telemetry.take(CPU)
     assert metrics.pop("memory_gb") == pytest.approx(peak_memory_gb(CPU) + 5, rel=0.01)
     assert metrics == pytest.approx(
-        {
-            "steps_per_s": 0.5,
-            "tokens_per_s": 45 / 4,
-            "data_wait": 2 / 8,
-            "real_tokens": 45 / 80,
-            "tflops": 2400e-12 / 8,
-        }
+        {"steps_per_s": 0.5, "tokens_per_s": 45 / 4, "data_wait": 2 / 8, "real_tokens": 45 / 80, "tflops": 2400e-12 / 8}
     )
 
 
