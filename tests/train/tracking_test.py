@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,11 @@ def test_an_offline_run_prints_the_upload_command(no_key, tmp_path, capsys):
     assert len(said) == 1 and said[0].endswith(f": wandb sync {directory}")
     assert rows(tmp_path / "out" / "metrics.csv") == [{"step": "7", "train/loss": "0.5"}]
     # Neither machine nor process is logged.
-    content = next(directory.glob("run-*.wandb")).read_bytes()
-    assert b"train/loss" in content
+    (file,), began = directory.glob("run-*.wandb"), time.monotonic()
+    # The client's own process may still write after `finish`.
+    while b"train/loss" not in (content := file.read_bytes()):
+        assert time.monotonic() < began + 30
+        time.sleep(0.1)
     assert not [own for own in (sys.executable, platform.platform(), platform.node()) if own.encode() in content]
     assert not [path for path in (directory / "files").rglob("*") if path.is_file()]
 
