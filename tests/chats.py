@@ -98,43 +98,26 @@ CHATML_TAGGED = """\
 {%- else %}{{ m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Llama 3.1: headers, trimmed text, today's date, calls that end with another token.
+# Llama 3.1: headers, trimmed text, today's date.
 LLAMA3 = """\
 {{- '<|begin|><|header|>system<|/header|>\\n\\nToday: ' + strftime_now('%d %b %Y') + '<|eot|>' }}
 {%- for m in messages %}
-    {%- if m.tool_calls %}{{ '<|header|>assistant<|/header|>\\n\\n<|python_tag|>' + m.tool_calls[0].function.name }}
-        {{- '(' + m.tool_calls[0].function.arguments.code + ')<|eom|>' }}
-    {%- elif m.role == 'tool' %}{{ '<|header|>ipython<|/header|>\\n\\n' + m.content + '<|eot|>' }}
-    {%- else %}{{ '<|header|>' + m.role + '<|/header|>\\n\\n' + m.content | trim + '<|eot|>' }}{%- endif %}
+    {{- '<|header|>' + m.role + '<|/header|>\\n\\n' + m.content | trim + '<|eot|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\\n\\n' }}{%- endif %}"""
 
-# Mistral v3: no generation prompt, ids of nine letters, tools before the last question.
+# Mistral v3: no generation prompt.
 MISTRAL = """\
-{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{{ '<s>' }}
+{{- '<s>' }}
 {%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- if tools and m == users[-1] %}
-            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}{{ '[INST] ' + m.content + '[/INST]' }}
-    {%- elif m.tool_calls %}{{ '[TOOL_CALLS]' }}
-        {%- for call in m.tool_calls %}
-            {%- if call.id | length != 9 %}{{ raise_exception('ids of nine letters') }}{%- endif %}
-            {{- '{"name": "' + call.function.name + '", "id": "' + call.id + '"}' }}
-        {%- endfor %}{{ '</s>' }}
-    {%- elif m.role == 'tool' %}
-        {%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids of nine letters') }}{%- endif %}
-        {{- '[TOOL_RESULTS]' + m.tool_call_id + m.content + '[/TOOL_RESULTS]' }}
+    {%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
     {%- else %}{{ ' ' + m.content + '</s>' }}{%- endif %}
 {%- endfor %}"""
 
-# gpt-oss: channels; the last answer shows its thinking and ends with another token than the others.
+# gpt-oss: channels; the last answer ends with another token than the others.
 HARMONY = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
-        {%- if m.thinking and loop.last %}
-            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
-        {%- endif %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
         {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
     {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}

@@ -179,7 +179,9 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
     _check_text_only(row)
     beside = _beside(row, mapping)
     readable = {name: beside.pop(name) for name, fits in READABLE.items() if name in beside and fits(beside[name])}
-    system, inputs = readable.get("system"), _template_inputs(readable)
+    system, tools = readable.get("system"), [openai_tool(tool) for tool in readable.get("tools", ())]
+    inputs = {"tools": tools, "variables": readable.get("chat_template_kwargs")}
+    inputs = {name: value for name, value in inputs.items() if value}
     later: tuple[Any, ...] = ()
     spoken: list[Any] = []
     ignored: set[str] = set()
@@ -196,7 +198,10 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
             # No recorded answers: the same as `turns`.
             messages, later = messages[:1], tuple(message["content"] for message in messages[1:])
     else:
-        messages = [*_history(readable.pop("history", ())), *_prompt(row, mapping, shape, column)]
+        # Earlier turns are pairs of a question and its answer.
+        texts = [_filled(text, "a turn of history") for pair in readable.pop("history", ()) for text in pair]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        messages += _prompt(row, mapping, shape, column)
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
     ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
@@ -311,19 +316,6 @@ def _beside(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any
     values = {name: row[column] for name, column in columns.items() if column is not None}
     values = {name: value if name == "system" else parse_json(value) for name, value in values.items()}
     return {name: value for name, value in values.items() if value not in EMPTY and not str(value).isspace()}
-
-
-def _history(pairs: Sequence[Sequence[Any]]) -> Messages:
-    """Read earlier turns, given as pairs of a question and its answer."""
-    texts = [_filled(text, "a turn of history") for pair in pairs for text in pair]
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def _template_inputs(readable: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template reads beside the messages; tools in OpenAI's form."""
-    tools = [openai_tool(tool) for tool in readable.get("tools", ())]
-    variables = readable.get("chat_template_kwargs")
-    return ({"tools": tools} if tools else {}) | ({"variables": variables} if variables else {})
 
 
 def _listed(turns: Any, column: str) -> list[Any]:

@@ -173,8 +173,6 @@ EXPERTS = {
     "the target": Case(0.0),
     "other layers": Case(0.0, MODEL, each(noise(2.0), "proj")),
     "two experts for four": Case(0.0, MODEL, settings={"num_experts_per_tok": 2}),
-    "rotary base": Case(0.0, MODEL, settings={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    "embedding x 8": Case(0.0, MODEL, each(lambda _, weight: 8 * weight, "embed_tokens")),
     "random states of layer 2": Case(0.0, "stored states off by", fault=first_columns(torch.randn_like, 64)),
     "layer 4 as 2": Case(0.0, "nearest to layer 4", fault=first_columns(lambda states: states[:, 64:], 64)),
 }
@@ -211,33 +209,3 @@ def test_sampled_answers_are_as_likely_as_the_servers_own(target, recorded, tmp_
     assert abs(found.excess) < 0.05 and found.perplexity < 1.5 and "a family that transformers lacks" in str(found)
     with pytest.raises(InputError, match="tokens are less likely by"):
         prove("embedded:target", wrong, sampled, tmp_path / "wrong")
-
-
-class LateServer(RoundingServer):
-    """Its last state is a token late, but beside log-probabilities."""
-
-    late = False
-
-    def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.late = not body.get("kv_transfer_params", {}).get("unrounded", True)
-        return super().reply(path, body)
-
-    def states(self, row: list[int]) -> Tensor:
-        states = super().states(row)
-        return torch.cat([states[:, :-128], states[:, -128:].roll(int(self.late), 0)], 1)
-
-
-def test_stored_states_are_those_that_were_proved(target, recorded, tmp_path) -> None:
-    with (
-        LateServer(target, LAYERS, tmp_path / "spool") as server,
-        ServedStates(server.url, tmp_path / "owner") as source,
-        pytest.raises(InputError, match=r"stored states off by .*% from those beside the log-probabilities"),
-    ):
-        prove_served(source, load_outer("embedded:target", "bfloat16"), recorded, LAYERS, "bf16")
-
-
-def test_a_server_that_gives_few_log_probabilities_is_refused(target, recorded, tmp_path, monkeypatch) -> None:
-    whole = StatesServer.log_probs
-    monkeypatch.setattr(StatesServer, "log_probs", lambda self, row, top: whole(self, row, 5))
-    with pytest.raises(InputError, match="5 log-probabilities of a token, expected 20, as asked for"):
-        prove("embedded:target", target, recorded, tmp_path)

@@ -72,22 +72,15 @@ def whole(change: Callable[[Reply], Any]) -> Callable[[Reply, list[int], int], N
 
 UNREADABLE: dict[str, tuple[Callable[[Reply, list[int], int], None], str]] = {
     "null": (whole(lambda reply: reply["choices"][0].update(prompt_logprobs=None)), "token 1 of 6"),
-    "absent": (whole(lambda reply: reply["choices"][0].pop("prompt_logprobs")), "token 1 of 6"),
-    "no choices": (whole(lambda reply: reply["choices"].clear()), "token 1 of 6"),
     "cut at its end": (whole(lambda reply: reply["choices"][0]["prompt_logprobs"].pop()), "token 5 of 6"),
-    "one too many": (whole(lambda reply: reply["choices"][0]["prompt_logprobs"].append({})), "token 6 of 6"),
     "a hole": (places(lambda place, own: None, first=3), "token 3 of 6"),
-    "an empty place": (places(lambda place, own: {}, first=3), "token 4 of 6"),
-    "a null value": (places(lambda place, own: {**place, str(own): {"logprob": None}}), "token 1 of 6"),
     "ids with a word": (places(lambda place, own: {f"token_id:{key}": place[key] for key in place}), "token 1 of 6"),
     "NaN": (places(lambda place, own: {**place, str(own): {"logprob": math.nan}}, first=5), "token 6 of 6"),
-    "more than 1": (places(lambda place, own: {**place, str(own): {"logprob": 0.02}}, first=5), "token 6 of 6"),
     # Of 60 tokens: more than 1 in all, and so little that the 20 likeliest are not the likeliest.
     "above their sum": (places(lambda place, own: shifted(place, 0.05)), "with a sum of 1.05, expected log-prob"),
     "logits": (places(lambda place, own: shifted(place, -2.0)), "with a sum of 0.135, expected log-prob"),
     "another token": (places(lambda place, own: {"2": {"logprob": -1.0}}, first=5), "token 6 of 6"),
     "beyond the vocabulary": (places(lambda place, own: {**place, "60": {"logprob": -9.0}}), "to 60, expected 0 to 59"),
-    "a negative id": (places(lambda place, own: {**place, "-1": {"logprob": -9.0}}), "of tokens -1 to"),
     "fewer": (places(lambda place, own: {str(own): place[str(own)], "3": {"logprob": -9.0}}), "expected 20, as asked"),
 }
 

@@ -12,7 +12,6 @@ from chats import (
     CHATML_TAGGED,
     HARMONY,
     LLAMA3,
-    MISTRAL,
     QWEN3,
     R1,
     SPECIAL,
@@ -32,55 +31,22 @@ from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.types import InputError
 
 TWO = chat((USER, "Hi"), (ASSISTANT, "Ho"), (USER, "And?"), (ASSISTANT, " So."))
-THOUGHT = [*TWO[:3], {**TWO[3], "reasoning_content": "hm"}]
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "python", "arguments": {"code": "1+1"}}}
-CALLED = [TWO[0], {"role": ASSISTANT, "content": "", "tool_calls": [CALL]}]
-CALLED += [{"role": "tool", "content": "2", "tool_call_id": "abcdefghi"}, {"role": ASSISTANT, "content": "2."}]
 PLAIN_TURNS = "{% for m in messages %}{{ '\n' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
 PLAIN_TURNS += "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
-DAY = {"date": "2026-11-05"}
-# Template, messages, other inputs of the template, and the expected text; ⟦...⟧ encloses the target's answers.
 BEGIN = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
-LLAMA_DAY = "<|begin|><|header|>system<|/header|>\n\nToday: 05 Nov 2026<|eot|>"
-LLAMA_HI = "<|header|>user<|/header|>\n\nHi<|eot|><|header|>assistant<|/header|>\n\n"
+# Template, messages, other inputs of the template, and the expected text; ⟦...⟧ encloses the target's answers.
 CASES = {
     "chatml": (CHATML, TWO, {}, f"{BEGIN}⟦Ho<|im_end|>⟧{AGAIN}⟦ So.<|im_end|>⟧\n"),
     "chatml with tags": (
         CHATML_TAGGED, TWO, {},
         f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Ho<|im_end|>⟧{AGAIN}⟦ So.<|im_end|>⟧\n",
     ),
-    "chatml, a call": (
-        CHATML, CALLED, {},
-        f'{BEGIN}⟦<tool_call>\n{{"name": "python", "arguments": {{"code": "1+1"}}}}\n</tool_call><|im_end|>⟧\n'
-        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦2.<|im_end|>⟧\n",
-    ),
     "llama 3": (
-        LLAMA3, TWO, DAY,
-        f"{LLAMA_DAY}{LLAMA_HI}⟦Ho<|eot|>⟧<|header|>user<|/header|>\n\nAnd?<|eot|>"
-        "<|header|>assistant<|/header|>\n\n⟦So.<|eot|>⟧",
-    ),
-    "llama 3, a call": (
-        LLAMA3, CALLED, DAY,
-        f"{LLAMA_DAY}{LLAMA_HI}⟦<|python_tag|>python(1+1)<|eom|>⟧<|header|>ipython<|/header|>\n\n2<|eot|>"
-        "<|header|>assistant<|/header|>\n\n⟦2.<|eot|>⟧",
-    ),
-    "mistral": (MISTRAL, TWO, {}, "<s>[INST] Hi[/INST]⟦ Ho</s>⟧[INST] And?[/INST]⟦  So.</s>⟧"),
-    "mistral, a call": (
-        MISTRAL, CALLED, {},
-        '<s>[INST] Hi[/INST]⟦[TOOL_CALLS]{"name": "python", "id": "abcdefghi"}</s>⟧'
-        "[TOOL_RESULTS]abcdefghi2[/TOOL_RESULTS]⟦ 2.</s>⟧",
-    ),
-    "channels": (
-        HARMONY, THOUGHT, {},
-        "<|start|>user<|message|>Hi<|end|><|start|>assistant⟦<|channel|>final<|message|>Ho<|end|>⟧"
-        "<|start|>user<|message|>And?<|end|><|start|>assistant⟦<|channel|>analysis<|message|>hm<|end|>"
-        "<|start|>assistant<|channel|>final<|message|> So.<|return|>⟧",
-    ),
-    "thinking of the last turn": (
-        QWEN3, THOUGHT, {},
-        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Ho<|im_end|>⟧{AGAIN}"
-        "⟦<think>\nhm\n</think>\n\n So.<|im_end|>⟧\n",
+        LLAMA3, TWO, {"date": "2026-11-05"},
+        "<|begin|><|header|>system<|/header|>\n\nToday: 05 Nov 2026<|eot|>"
+        "<|header|>user<|/header|>\n\nHi<|eot|><|header|>assistant<|/header|>\n\n⟦Ho<|eot|>⟧"
+        "<|header|>user<|/header|>\n\nAnd?<|eot|><|header|>assistant<|/header|>\n\n⟦So.<|eot|>⟧",
     ),
     "thinking turned off": (
         QWEN3, TWO, {"variables": {"enable_thinking": False}},
