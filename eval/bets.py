@@ -196,7 +196,7 @@ class Evidence:
         p_emitted = p.gather(1, emitted)[:, 0]  # [N]
         mass, likely = p.sum(0), (p > NEGLIGIBLE).nonzero(as_tuple=True)  # [V]; rows and ids of E entries
         p_likely, token_logs = p[likely], []
-        for strength in both_signs(TOKEN_STRENGTHS):
+        for strength in (*TOKEN_STRENGTHS, *(-strength for strength in TOKEN_STRENGTHS)):
             hits = torch.log1p(strength * (1 - p_emitted)) - torch.log1p(-strength * p_emitted)
             # The sum of log(1 - l p) over tokens: -l p, and what the curve adds where p is not negligible.
             curve = torch.log1p(-strength * p_likely) + strength * p_likely
@@ -303,10 +303,6 @@ class Drift:
             width = math.sqrt(2 * variance * log / count) + 14 * log / (3 * max(1, count - 1)) if variance else 0.0
             found[name] = min(0.0, mean - width), max(0.0, mean + width)
         return found
-
-
-def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:
-    return (*strengths, *(-strength for strength in strengths))
 
 
 def log_factors(strengths: Sequence[float], x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """`draftsmith eval certify`: whether a server's answers, which come from `data responses`, follow the target.
 
-A server computes in another type and with other kernels, so its tokens
-do not quite follow the target that runs here even without a drafter. How far they drift is measured first, on answers
-of the same server without its drafter, the control; the bets (`bets.py`) then pay only beyond that.
+A server computes in another type and with other kernels, so its tokens do not quite follow the target that runs here
+even without a drafter. How far they drift is measured first, on answers of the same server without its drafter, the
+control; the bets (`bets.py`) then pay only beyond that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.answers import spans
 from draftsmith.eval.bets import (
     MAX_GAP,
     SHIFTS,
@@ -170,15 +171,11 @@ class ServerAnswers:
         asked = self.manifest.config
         ends = () if asked["ignore_eos"] else target.info.eos_ids
         for row in self.rows.iterate():
-            place = 0
-            for is_answer, same in itertools.groupby(row["loss_mask"]):
-                end = place + len(list(same))
-                if is_answer:
-                    prompt, answer = row["input_ids"][:place], row["input_ids"][place:end]
-                    room = min(asked["max_new_tokens"], target.info.max_position - len(prompt))
-                    places = drafts.places(prompt, answer, self.sampling) if drafts else ()
-                    yield Answered(row["id"], prompt, answer, ends_as_asked(answer, ends, room), places)
-                place = end
+            for begin, end in spans(row["loss_mask"]):
+                prompt, answer = row["input_ids"][:begin], row["input_ids"][begin:end]
+                room = min(asked["max_new_tokens"], target.info.max_position - begin)
+                places = drafts.places(prompt, answer, self.sampling) if drafts else ()
+                yield Answered(row["id"], prompt, answer, ends_as_asked(answer, ends, room), places)
 
 
 def certify_server(config: CertifyConfig, checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], dict[str, Any]]:

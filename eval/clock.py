@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -57,11 +56,6 @@ def interleaved(
             calls[name]()
             seconds[name].append(clock() - started)
     return seconds
-
-
-def medians(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock, warm: bool = False) -> dict[str, float]:
-    """Return the median seconds of every call, measured by `interleaved`."""
-    return {name: statistics.median(taken) for name, taken in interleaved(calls, repeats, clock, warm).items()}
 
 
 class Stopwatch:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from draftsmith.data.console import log_note
-from draftsmith.eval.clock import Clock, clock_of, interleaved, medians
+from draftsmith.eval.clock import Clock, clock_of, interleaved
 from draftsmith.modules.decoding.drafter import Drafter, Outcome
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, generate_one
 from draftsmith.modules.decoding.stop import FixedLengthStop
@@ -167,7 +167,8 @@ def time_target_trees(target: CausalLM, prompt: Sequence[int], clock: Clock) -> 
         session.keep([len(prompt)])
 
     calls = {str(rows): functools.partial(call, rows) for rows in TREE_ROWS}
-    return {int(rows): seconds for rows, seconds in medians(calls, TREE_REPEATS, clock).items()}
+    taken = interleaved(calls, TREE_REPEATS, clock)
+    return {int(rows): statistics.median(seconds) for rows, seconds in taken.items()}
 
 
 @torch.inference_mode()

@@ -33,14 +33,12 @@ def from_json(results: Row) -> list[Table]:
 
 def markdown(table: Table) -> str:
     headings = [f"{column.group}: {column.title}" if column.group else column.title for column in table.columns]
-    rows = [[cell.replace("\n", " ") for cell in row] for row in text_cells(table)]
+    rows = [
+        [format_value(row.get(column.key), column.format).replace("\n", " ") for column in table.columns]
+        for row in table.rows
+    ]
     lines = [f"**{table.title}**", "", *markdown_lines(headings, rows)]
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
-
-
-def text_cells(table: Table) -> list[list[str]]:
-    """Return every row as text, in the order of the columns."""
-    return [[format_value(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
 
 
 def heading_groups(columns: Sequence[Column]) -> list[tuple[str, int]]:

@@ -190,7 +190,8 @@ def measure(
     for repeat in range(config.repeats):
         for load in config.loads:
             # Settings take turns at every group, so that a machine that slows down slows all alike.
-            for number, group in enumerate(groups_of(prompts, load)):
+            for number, start in enumerate(range(0, len(prompts), load)):
+                group = prompts[start : start + load]  # begin together
                 for setting in rotated(settings, repeat + number):
                     cell = cells.setdefault((setting, load), Measured())
                     client: Any = clients[setting]
@@ -200,11 +201,6 @@ def measure(
                     cell.answers += answers
                     cell.counted.append(Counted.of(everything, client.counts_since(before, everything, len(answers))))
             log_note(f"answered {len(prompts)} prompts, {load} at once ({repeat + 1} of {config.repeats})")
-
-
-def groups_of(prompts: Sequence[BenchPrompt], load: int) -> list[Sequence[BenchPrompt]]:
-    """Return the groups of prompts that begin together."""
-    return [prompts[start : start + load] for start in range(0, len(prompts), load)]
 
 
 def ask(client: Client, prompts: Sequence[BenchPrompt], load: int) -> tuple[list[EngineAnswer], list[EngineAnswer]]:

@@ -81,6 +81,17 @@ ROWS = [
     Row("a rate that is NaN", f"{TRAIN} --lr nan", ("--lr", "finite")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
     Row("certify: no answers", f"eval certify {TARGET}--data {{prompts}} {OUT}", ("prompts", "responses")),
+    # Methods without their models, or with numbers that they do not take.
+    Row("decode: no draft", f"decode Hi {TARGET}--method spec", ("--head",)),
+    Row("bench: no model between", BENCH + "--head {draft} --methods hsddw", ("--mid",)),
+    Row("decode: a chain of no tokens", f"decode Hi {TARGET}--method spec:k=0", ("k: found 0", "1 or more")),
+    Row("bench: more nodes than levels hold", BENCH + "--head {eagle} --methods eagle-tree:nodes=40:depth=1:topk=5",
+        ("nodes: found 40", "from 1 to 30")),
+    Row("decode: a head that does not draft", f"decode Hi {TARGET}--head {{acceptance}} --method eagle",
+        ("an acceptance head", "that drafts")),
+    Row("bench: an acceptance head for two drafters",
+        BENCH + "--head {draft} --head {eagle} --acceptance {acceptance} --methods specdec++,specdec++:drafter=eagle",
+        ("one drafter for --acceptance",)),
     # Devices that are not there.
     Row("decode: no GPU", f"decode Hi {TARGET}--method ar --device cuda", ("device", "cuda")),
     Row("decode: no such device", f"decode Hi {TARGET}--method ar --device cpu:3", ("device", "cpu:3")),

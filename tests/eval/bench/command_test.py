@@ -116,36 +116,6 @@ def test_a_prompts_artifact_gives_the_same_prompts_as_its_file(models, tmp_path)
         read_prompts(models["data"], models["target"], split="dev")
 
 
-def test_classes_of_rounds_are_a_recount_of_every_round(results, per_prompt):
-    """Every round by itself, from prompts.parquet: its context is the prompt and what was emitted before it."""
-    for summary in results["methods"]:
-        rounds = []
-        for row in (row for row in per_prompt if row["method"] == summary["method"]):
-            assert len(row["kinds"]) == len(row["rounds"])
-            for number, (step, kind) in enumerate(zip(row["rounds"], row["kinds"], strict=True)):
-                before = row["prefill_emitted"] + sum(earlier["num_emitted"] for earlier in row["rounds"][:number])
-                rounds.append({**step, "context": row["prompt_tokens"] + before, "turn": row["turn"], "kind": kind})
-        if not any(item["num_drafted"] for item in rounds):
-            assert "context" not in summary["by"]
-            continue
-        for name in ("context", "turn", "kind"):
-            assert sum(part["rounds"] for part in summary["by"][name]) == len(rounds)
-            for part in summary["by"][name]:
-                if name == "kind":
-                    own = [item for item in rounds if item["kind"] == part["name"]]
-                else:
-                    ends = part["from"], part["to"] or float("inf")
-                    own = [item for item in rounds if ends[0] <= item[name] < ends[1]]
-                drafted = sum(item["num_drafted"] for item in own)
-                kept = sum(min(item["num_accepted"], item["num_emitted"]) for item in own)
-                assert part["rounds"] == len(own)
-                assert part["tau"] == pytest.approx(sum(item["num_emitted"] for item in own) / len(own))
-                assert part["acceptance_rate"] == (pytest.approx(kept / drafted) if drafted else None)
-                for place, share in enumerate(part["accepted_by_place"], 1):
-                    reached = [item["num_accepted"] >= place for item in own if item["num_drafted"] >= place]
-                    assert share == pytest.approx(sum(reached) / len(reached))
-
-
 def test_several_drafters_of_a_kind_are_measured_beside_each_other(config, models, tmp_path):
     """Each has the counts of a bench of its own, and its own identity in the results."""
     head = load_head(models["eagle"])

@@ -176,12 +176,16 @@ def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int
     return row_of(prompt, method, 0.0, Generation([0] * trace.num_tokens, trace, False), [1.0], [1.0])
 
 
-def test_places_contexts_and_turns_are_counted_by_round():
+def test_places_contexts_turns_and_kinds_are_counted_by_round():
     # Contexts before the rounds: 250, 253 and 256; then 600 and 601.
     rows = [row(249, 1, [(3, 2), (2, 2), (2, 0)]), row(599, 2, [(3, 0), (1, 1)], 1)]
-    found = classes_of_rounds(Rounds.of(rows), Resamples([0, 1], 0), ["context", "turn"])
+    rows[0]["kinds"] = ["prose", "code", "prose"]
+    found = classes_of_rounds(Rounds.of(rows), Resamples([0, 1], 0), ["context", "turn", "kind"])
     # Five drafts hold a first token, four a second, two a third.
-    assert Rounds.of(rows).by_place() == [3 / 5, 2 / 4, 0 / 2] and list(found) == ["context", "turn"]
+    assert Rounds.of(rows).by_place() == [3 / 5, 2 / 4, 0 / 2] and list(found) == ["context", "turn", "kind"]
+    code, prose = found["kind"]
+    assert (code["name"], code["rounds"], code["tau"], code["accepted_by_place"]) == ("code", 1, 3.0, [1.0, 1.0])
+    assert (prose["name"], prose["rounds"], prose["acceptance_rate"]) == ("prose", 4, (2 + 0 + 0 + 1) / 9)
     assert [(part["from"], part["rounds"], part["tau"]) for part in found["context"]] == [
         (0, 2, (3 + 3) / 2),
         (256, 1, 1.0),
