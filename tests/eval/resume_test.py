@@ -25,22 +25,18 @@ AUTO = "online:max=4,eagle-tree:nodes=auto:depth=auto:topk=2"
 CLOCKS = {"wall_s", "cpu_s", "wall_s_runs", "cpu_s_runs"}
 
 
-@pytest.fixture(scope="module")
-def config(models, tmp_path_factory) -> BenchConfig:
+def config_of(models, output, **changes) -> BenchConfig:
     return BenchConfig(
-        target=models["target"], head=models["draft"], data=models["data"], methods="spec:k=3", repeats=1,
-        max_new_tokens=8, temperature="0,1", output=tmp_path_factory.mktemp("unbroken"),
-    )  # fmt: skip
+        **{
+            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "data")}),
+            **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperature": "0,1", "output": output},
+            **changes,
+        }
+    )
 
 
-@pytest.fixture(scope="module")
-def unbroken(config) -> list[dict]:
-    assert bench.run(config) == 0
-    return counts(config)
-
-
-def counts(config: BenchConfig) -> list[dict]:
-    """All of the rows but what a clock said."""
+def rounds(config: BenchConfig) -> list[dict]:
+    """All of the rows, with their rounds, but what a clock said."""
     return [{key: value for key, value in row.items() if key not in CLOCKS} for row in read_rows(config.output)]
 
 
@@ -59,26 +55,7 @@ def interrupt_after(monkeypatch, calls: int) -> list[int]:
     return seen
 
 
-def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp_path, monkeypatch, capsys):
-    broken = dataclasses.replace(config, output=tmp_path)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
-        with pytest.raises(KeyboardInterrupt):
-            bench.run(broken)
-    journal = tmp_path / "journal.jsonl"
-    assert not (tmp_path / "results.json").exists() and len(journal.read_text().splitlines()) == 1 + 5
-    with journal.open("a") as file:  # what a kill in the middle of a write leaves
-        file.write('{"prompt": 2, "temperature": 1.0, "rows": [{"met')
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        seen = interrupt_after(patch, 100)
-        assert bench.run(broken) == 0
-    assert "5 of 12 prompts are measured" in capsys.readouterr().err
-    assert len(seen) == 12 - 5
-    assert counts(broken) == unbroken and not journal.exists()
-
-
-def test_a_killed_process_is_continued(config, models, tmp_path):
+def test_a_killed_process_is_continued(models, tmp_path):
     """SIGKILL in the middle: no handler runs, nothing is written behind it."""
     many = tmp_path / "many.jsonl"
     many.write_text(
@@ -86,7 +63,8 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
             json.dumps({"id": f"{i}", "prompt": f"Rename a{i} to b", "half": i % 2}) + "\n" for i in range(NUM_PROMPTS)
         )
     )
-    broken = dataclasses.replace(config, data=str(many), by="half", temperature="0", output=tmp_path / "broken")
+    changes = {"data": str(many), "methods": "spec:k=3", "by": "half", "temperature": "0"}
+    broken = config_of(models, tmp_path / "broken", **changes)
     words = [f"--{name}={getattr(broken, name)}" for name in ("target", "data", "methods", "repeats", "by",
                                                              "max_new_tokens", "output")]  # fmt: skip
     words += [f"--head={path}" for path in broken.head]
@@ -118,19 +96,9 @@ def test_a_damaged_journal_is_told(tmp_path):
         Journal(tmp_path)
 
 
-def config_of(models, output, **changes) -> BenchConfig:
-    return BenchConfig(
-        **{
-            **draft_options({flag: models[flag] for flag in ("target", "draft", "eagle", "data")}),
-            **{"methods": AUTO, "repeats": 1, "max_new_tokens": 12, "temperature": "0,1", "output": output},
-            **changes,
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory) -> tuple[BenchConfig, BenchConfig]:
-    """A run by costs that no clock took, and the same run, interrupted."""
+    """A run by costs that no clock took, and the same run, interrupted in the middle of a write."""
     config = config_of(models, tmp_path_factory.mktemp("first"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftsmith.eval.costs.measure_step_cost", lambda *_: 0.1)
@@ -141,15 +109,9 @@ def runs(models, tmp_path_factory) -> tuple[BenchConfig, BenchConfig]:
         interrupt_after(patch, 5)
         with pytest.raises(KeyboardInterrupt):
             bench.run(broken)
+    with (broken.output / "journal.jsonl").open("a") as file:
+        file.write('{"prompt": 2, "temperature": 1.0, "rows": [{"met')
     return config, broken
-
-
-def rounds(config: BenchConfig) -> list[tuple]:
-    """Of every row what no clock said: its tokens, and its rounds one by one."""
-    return [
-        (row["method"], row["temperature"], row["prompt"], row["token_ids"], row["rounds"])
-        for row in read_rows(config.output)
-    ]
 
 
 def test_what_auto_came_to_is_in_the_results(runs):
@@ -167,10 +129,13 @@ def test_with_c_given_the_seed_fixes_every_round(models, tmp_path):
     assert json.loads((tmp_path / "a" / "results.json").read_text())["meta"]["step_costs"] == {}
 
 
-def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(runs, monkeypatch):
+def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(runs, monkeypatch, capsys):
     whole, broken = runs
+    assert not (broken.output / "results.json").exists()
     # A resumed run asks no clock for costs.
     monkeypatch.setattr("draftsmith.eval.costs.measure_step_cost", None)
     monkeypatch.setattr("draftsmith.eval.costs.time_target_trees", None)
+    seen = interrupt_after(monkeypatch, 100)
     assert bench.run(broken) == 0
-    assert rounds(broken) == rounds(whole)
+    assert "5 of 12 prompts are measured" in capsys.readouterr().err and len(seen) == 12 - 5
+    assert rounds(broken) == rounds(whole) and not (broken.output / "journal.jsonl").exists()

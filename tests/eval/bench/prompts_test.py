@@ -198,40 +198,17 @@ def test_interruptions_and_defects_are_not_taken_for_bad_prompts(error):
         prompt_runner(raising(error)).warm_up([UNLUCKY, FINE])
 
 
-SCHEMA = pa.schema([
-    *((name, pa.string()) for name in ("question_id", "category", "sub_category")), ("turns", pa.list_(pa.string())),
-    *((name, pa.string()) for name in ("source", "src_id", "difficulty")), ("multiturn", pa.bool_()),
-])  # fmt: skip
-ASKED = [
-    ("coding", ["Rename a to b", "Now to c"]), ("writing", ["Say hello"]), ("coding", ["Sort these imports"]),
-    ("writing", ["Write a line", "And one more", "And the last"]), ("writing", ["Wrap it"]), ("coding", ["Explain it"]),
-]  # fmt: skip
-
-
-def rows_of(asked: list[tuple[str, list[str]]]) -> list[dict]:
-    return [
-        {"question_id": f"q{number}", "category": category, "sub_category": "", "turns": turns, "source": "a set",
-         "src_id": f"set_{number}", "difficulty": "", "multiturn": len(turns) > 1}
-        for number, (category, turns) in enumerate(asked)
-    ]  # fmt: skip
-
-
-def write(directory: Path, asked: list[tuple[str, list[str]]]) -> tuple[Path, Path]:
-    parquet, lines = directory / "test.parquet", directory / "qualitative.jsonl"
-    pq.write_table(pa.Table.from_pylist(rows_of(asked), SCHEMA), parquet)
-    with lines.open("w") as file:
-        for row in rows_of(asked):
+def test_turns_in_parquet_and_messages_in_json_are_the_same_questions_with_their_categories(models, tmp_path):
+    """As SPEED-Bench has them."""
+    asked = [("coding", ["Rename a to b", "Now to c"]), ("writing", ["Say hello"]), ("coding", ["Sort these imports"]),
+             ("writing", ["Write a line", "And one more", "And the last"]), ("coding", ["Explain it"])]  # fmt: skip
+    rows = [{"question_id": f"q{n}", "category": category, "turns": turns} for n, (category, turns) in enumerate(asked)]
+    files = tmp_path / "test.parquet", tmp_path / "qualitative.jsonl"
+    pq.write_table(pa.Table.from_pylist(rows), files[0])
+    with files[1].open("w") as file:
+        for row in rows:
             messages = [{"role": "user", "content": turn} for turn in row.pop("turns")]
             file.write(json.dumps({**row, "messages": messages}) + "\n")
-    return parquet, lines
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> tuple[Path, Path]:
-    return write(tmp_path_factory.mktemp("speed-bench"), ASKED)
-
-
-def test_both_layouts_are_the_same_questions_with_their_categories(models, files):
     target = Checkpoint(models["target"])
     (found,), again = (read_questions([("", str(file))], target, None, None, 4, "all") for file in files)
     assert again == [found]

@@ -227,16 +227,7 @@ def url():
 )
 def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path, capsys):
     words = ["eval", "served", "--engine", engine, "--server", url, "--target", "embedded:target", "--limit", "3"]
-    words += [
-        "--data",
-        "embedded:prompts",
-        "--concurrency",
-        "2,1",
-        "--max-new-tokens",
-        "3",
-        "--output",
-        str(tmp_path),
-    ]
+    words += ["--data", "embedded:prompts", "--concurrency", "2,1", "--max-new-tokens", "3", f"--output={tmp_path}"]
     assert main(words) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["meta"]["kind"] == "served" and [row["requests"] for row in results["rows"]] == [1, 2]

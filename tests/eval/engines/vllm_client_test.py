@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -71,15 +70,11 @@ def test_what_is_no_page_of_vllms_is_one_line(client, page, content, said):
 
 
 ENDLESS = {
-    "one page without end": ("/metrics", lambda: drip(b"# " + bytes(2**16), lambda: None), "more than 1,048,576 bytes"),
-    "a packed page": ("/v1/models", lambda: (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(2**24))),
-                      "more than 1,048,576 bytes"),
-    "pings": ("/v1/completions", lambda: drip(b": ping\n\n", lambda: time.sleep(0.02)), "no whole answer in 0.3 s"),
-    "one line without end": ("/v1/completions", lambda: drip(b"data: {" + bytes(2**16), lambda: None),
-                             "more than 1,048,576 bytes"),
-    "events without end": ("/v1/completions", lambda: drip(event({"token_ids": [1]}), lambda: None), "more than 1,0"),
-    "words for ids": ("/v1/completions", lambda: event({"token_ids": "1"}), "token_ids"),
-    "no JSON": ("/v1/completions", lambda: b"data: {\xff\n\n", "JSONDecodeError"),
+    "pings": (lambda: drip(b": ping\n\n", lambda: time.sleep(0.02)), "no whole answer in 0.3 s"),
+    "one line without end": (lambda: drip(b"data: {" + bytes(2**16), lambda: None), "more than 1,048,576 bytes"),
+    "events without end": (lambda: drip(event({"token_ids": [1]}), lambda: None), "more than 1,048,576 bytes"),
+    "words for ids": (lambda: event({"token_ids": "1"}), "token_ids"),
+    "no JSON": (lambda: b"data: {\xff\n\n", "JSONDecodeError"),
 }  # fmt: skip
 
 
@@ -88,13 +83,12 @@ def event(choice: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_what_a_server_sends_without_end_is_refused(client, kind, monkeypatch):
+def test_what_a_server_streams_without_end_is_refused(client, kind, monkeypatch):
     monkeypatch.setattr(http.within, "__defaults__", (2**20,))
-    page, content, said = ENDLESS[kind]
-    with pytest.raises(InputError, match=f"^server: found .*{said.replace('+', '.')}"):
-        asked = client({page: content()} | ({} if page in GOOD else {"/metrics": ""}))
-        asked._server.config = ServerConfig(timeout_s=0.3 if kind == "pings" else 20.0)
-        asked.counts()
+    content, said = ENDLESS[kind]
+    asked = client({"/v1/completions": content()})
+    asked._server.config = ServerConfig(timeout_s=0.3 if kind == "pings" else 20.0)
+    with pytest.raises(InputError, match=f"^server: found .*{said}"):
         asked.complete([1, 2])
 
 
