@@ -48,23 +48,6 @@ TIED_MASS = 1e-4
 TAIL = 1e-6  # least mass of unknown tokens: that of the known ones is a sum of rounded numbers
 
 
-@dataclass(frozen=True)
-class DraftedPlace:
-    """Draft at the place of one emitted token, known before the token was decided.
-
-    Given its place, a token of a lossless method still follows the target: a drafter's distribution depends only on
-    what came before, and a stop policy keeps the token that it looked at.
-
-    Attributes:
-        distribution: [V], the distribution that a draft, or a tree node's first child, was sampled from, if one was.
-        children: tokens drafted as children of a tree node, without sampling; beside a distribution, its likeliest
-            token, which may have been drafted in place of a drawn one.
-    """
-
-    distribution: Tensor | None = None
-    children: tuple[int, ...] = ()
-
-
 def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -> bool:
     """Check that an answer ends with its first end token or at its length limit."""
     if not tokens or any(token in ends for token in tokens[:-1]):
@@ -76,11 +59,15 @@ def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -
 class DecidedTokens:
     """N emitted tokens and everything that was known when each was decided.
 
+    Given what was drafted, a token of a lossless method still follows the target: a drafter's distribution depends only
+    on what came before, and a stop policy keeps the token that it looked at.
+
     Attributes:
         token: [N] int64.
         target: [N, V] float64, the target's distribution.
-        draft: [N, V], the distribution a draft was sampled from; 0 where none was.
-        children: [N, V] bool, tokens drafted without sampling.
+        draft: [N, V], the distribution that a draft, or a tree node's first child, was sampled from; 0 where none was.
+        children: [N, V] bool, tokens drafted as children of a tree node, without sampling; beside a distribution, its
+            likeliest token, which may have been drafted in place of a drawn one.
     """
 
     token: Tensor
@@ -115,21 +102,18 @@ def decided_tokens(
     lm: CausalLM,
     prompt: Sequence[int],
     answer: Sequence[int],
-    places: Sequence[DraftedPlace],
     params: SamplingParams,
     max_gap: float,
+    drafted: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[DecidedTokens, int]:
     """Read an answer's tokens under the target in one forward; return them and the number of impossible ones.
 
-    Tokens of probability 0 are impossible unless rounding explains them, and are left out.
+    Tokens of probability 0 are impossible unless rounding explains them, and are left out. drafted: `draft` and
+    `children` of them.
     """
     logits, known = answer_logits(lm, prompt, answer, params)
     target, token = probabilities(logits, params).double(), torch.tensor(answer, device=lm.device)
-    draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
-    for row, place in enumerate(places):
-        if place.distribution is not None:
-            draft[row] = place.distribution
-        children[row, list(place.children)] = True
+    draft, children = drafted or (torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool))
     tokens = DecidedTokens(token, target, draft, children)
     if known is not None and not params.top_k and not bool(known.all()):
         return with_tail(tokens, logits, known), 0

@@ -25,7 +25,6 @@ from draftsmith.data.text.answers import spans
 from draftsmith.eval.bets import (
     MAX_GAP,
     SHIFTS,
-    DraftedPlace,
     Drift,
     Evidence,
     answer_logits,
@@ -50,13 +49,13 @@ GAP_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class Answered:
-    """Answer to test. places: of its tokens."""
+    """Answer to test. drafted: at its tokens, as of `decided_tokens`."""
 
     id: str
     prompt: Sequence[int]
     tokens: Sequence[int]
     ends_well: bool
-    places: Sequence[DraftedPlace] = ()
+    drafted: tuple[Tensor, Tensor] | None = None
 
 
 @sole_writer()
@@ -124,8 +123,7 @@ def sampling_test(
         count, num_tokens, wrong_ends = count + 1, num_tokens + len(one.tokens), wrong_ends + (not one.ends_well)
         if not one.tokens:
             continue
-        places = one.places or [DraftedPlace()] * len(one.tokens)
-        decided, impossible = decided_tokens(target, one.prompt, one.tokens, places, params, MAX_GAP)
+        decided, impossible = decided_tokens(target, one.prompt, one.tokens, params, MAX_GAP, one.drafted)
         evidence.impossible += impossible
         for part in decided.parts():
             evidence.add(part)
@@ -174,8 +172,8 @@ class ServerAnswers:
             for begin, end in spans(row["loss_mask"]):
                 prompt, answer = row["input_ids"][:begin], row["input_ids"][begin:end]
                 room = min(asked["max_new_tokens"], target.info.max_position - begin)
-                places = drafts.places(prompt, answer, self.sampling) if drafts else ()
-                yield Answered(row["id"], prompt, answer, ends_as_asked(answer, ends, room), places)
+                drafted = drafts.along(prompt, answer, self.sampling) if drafts else None
+                yield Answered(row["id"], prompt, answer, ends_as_asked(answer, ends, room), drafted)
 
 
 def certify_server(config: CertifyConfig, checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -194,7 +192,7 @@ def certify_server(config: CertifyConfig, checkpoint: Checkpoint) -> tuple[list[
     params, target = answers[SERVER].sampling, load_target(checkpoint, **config.loading)
     drafts = None
     if config.head is not None and not params.greedy:
-        drafts = FirstDrafts(load_server_drafter(config, config.head, target))
+        drafts = FirstDrafts(load_server_drafter(config, config.head, target), target.info.vocab_size)
 
     rows, drift, level = list[dict[str, Any]](), Drift(), config.alpha / 2
     for name, each in answers.items():
@@ -238,24 +236,26 @@ def load_server_drafter(config: CertifyConfig, path: str, target: CausalLM) -> F
 class FirstDrafts:
     """Distributions of the first drafted token at every place of a text."""
 
-    def __init__(self, drafter: FrozenDrafter):
-        self.drafter, self.branches = drafter, drafter.branches(1)
+    def __init__(self, drafter: FrozenDrafter, vocab_size: int):
+        self.drafter, self.branches, self.vocab_size = drafter, drafter.branches(1), vocab_size
 
-    def places(self, prompt: list[int], answer: list[int], params: SamplingParams) -> list[DraftedPlace]:
-        """Return the place of each token of an answer. Its first token comes from reading the prompt."""
-        ids, places = [*prompt, *answer], [DraftedPlace()] * len(answer)
+    def along(self, prompt: list[int], answer: list[int], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Return `draft` and `children` [N, V] of an answer's tokens. The first token comes from reading the prompt."""
+        ids = [*prompt, *answer]
+        draft = torch.zeros(len(answer), self.vocab_size, dtype=torch.float64, device=self.drafter.lm.device)
+        children = torch.zeros_like(draft, dtype=torch.bool)
         starts = range(max(len(prompt) + 1, self.branches.min_start), len(ids))
 
         def record(piece: slice, _: int, logits: Tensor) -> Tensor:
-            likeliest = best_tokens(logits)
-            for start, q, token in zip(starts[piece], probabilities(logits, params), likeliest.tolist(), strict=True):
-                # Which of the two a server does is not known: most draft the likeliest token at any temperature.
-                places[start - len(prompt)] = DraftedPlace(q, (token,))
+            rows, likeliest = torch.tensor(starts[piece]) - len(prompt), best_tokens(logits)
+            # Which of the two a server does is not known: most draft the likeliest token at any temperature.
+            draft[rows] = probabilities(logits, params).double()
+            children[rows, likeliest] = True
             return likeliest
 
         if starts:
             self.drafter.read(ids).open(self.branches, len(ids)).grow(starts, 1, record)
-        return places
+        return draft, children
 
 
 # -- tables

@@ -13,13 +13,15 @@ from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.answer import Answer, TokenStream, encode_messages
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.runner import load_run, trained_for
+from draftsmith.eval.bench.runner import load_run
 from draftsmith.eval.settings import DecodeConfig
 from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.drafters.methods import by_drafter, chain_drafters
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.heads import head_config
 from draftsmith.modules.types import InputError, check_ranges, without_controls
 
 DRAFTED, OWN = "green", "yellow"
@@ -86,8 +88,8 @@ def choose_method(config: DecodeConfig) -> LabeledMethod:
         elif config.acceptance is None:
             label = "online" + by_drafter(drafters[-1])
         else:
-            # The acceptance head fits one of several drafters.
-            drafter = drafters[-1] if len(drafters) == 1 else trained_for(config.acceptance)
+            # The acceptance head fits one of several drafters: the one that it was trained for.
+            drafter = drafters[-1] if len(drafters) == 1 else head_config(config.acceptance).get("drafter") or MODEL
             label = "specdec++" + by_drafter(drafter)
     named = parse_methods(label)
     if len(named) > 1:

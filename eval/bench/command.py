@@ -128,15 +128,13 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     methods: list[dict[str, Any]] = []
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
-        measured = of_methods(rows, params.temperature)
         how = config.clock, config.seed, compare, params.temperature, config.divisions
-        methods += summarize(measured, *how)
+        methods += summarize(of_methods(rows, params.temperature), *how)
     results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         from draftsmith.eval.bench.trace import write_traces
 
-        lengths = config.max_new_tokens, config.seed
-        write_traces(config.output, rows, config.traces, named, models, config.modes, *lengths)
+        write_traces(config, rows, named, models)
     # A results.json always belongs to the rows beside it.
     (config.output / RESULTS).unlink(missing_ok=True)
     write_rows(config.output / PER_PROMPT, rows)

@@ -214,7 +214,7 @@ def by_table(pairs: Mapping[str, tuple[list[Row], list[Row]]], name: str, temper
             interval = resamples.interval(taus[0] - taus[1]) if enough else None
             numbers = {"tau_a": float(tau_a), "tau_b": float(tau_b), "tau": float(tau_b - tau_a)}
             rows.append({"method": label, "part": part, **numbers, "tau_ci": format_interval(interval, between=" to ")})
-    columns = [Column("part", name), Column("method", "method"), *(column for column in TAU_COLUMNS)]
+    columns = [Column("part", name), Column("method", "method"), *TAU_COLUMNS]
     title = f"tau by {TITLES.get(name, name)}, B against A, {mode(temperature)}"
     shown = rows if len({row["part"] for row in rows}) > 1 else []
     return Table(f"compare-{name}-t{temperature:g}", title, columns, shown)

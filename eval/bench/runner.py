@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import yaml
@@ -24,7 +24,7 @@ from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.method_names import LabeledMethod, check_needs
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
-from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, head_config, load_head
+from draftsmith.modules.pretrained.heads import another_mode, drafter_identity, load_head
 from draftsmith.modules.pretrained.hub import CHECK_PATH, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
 from draftsmith.modules.sampling import TorchSource
@@ -36,11 +36,8 @@ DRAFT_ROOM = 130
 TREE_CHARS = 100_000  # of a file, which has MAX_NODES paths
 
 
-class Runner(Protocol):
-    """One method, ready to answer prompts."""
-
-    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Generate for a prompt; the same seed gives the same tokens."""
+# One method, ready to answer: (prompt, most new tokens, seed) -> answer. The same seed gives the same tokens.
+Runner = Callable[[Sequence[int], int, int], Generation]
 
 
 @dataclass(frozen=True)
@@ -211,11 +208,6 @@ def check_methods(named: Iterable[LabeledMethod], paths: Mapping[str, str]) -> d
         check_needs(item, paths)
         trees |= {name: read_tree(name) for name in item.method.trees}
     return trees
-
-
-def trained_for(directory: str) -> str:
-    """Return the drafter that an acceptance head was trained for: `draft`, or a head's kind."""
-    return head_config(directory).get("drafter") or MODEL
 
 
 def warn_about_sampling(directory: str, params: SamplingParams) -> None:

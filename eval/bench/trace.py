@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from draftsmith.eval.bench.measuring import prompt_seed
 from draftsmith.eval.bench.results import BASELINE, Row
 from draftsmith.eval.bench.runner import EngineRunner, make_runners
 from draftsmith.eval.clock import Stopwatch, Timed, wall_time
+from draftsmith.eval.settings import BenchConfig
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import DraftView, PredictorStop, SlotConfidenceStop, StopPolicy
 from draftsmith.modules.decoding.tree import DraftTree
@@ -170,46 +170,36 @@ class _Replay:
         return [node for node, parent in enumerate(self._tree.parents) if parent == self._parent]
 
 
-def write_traces(
-    directory: Path,
-    rows: Sequence[Row],
-    count: int,
-    named: Sequence[LabeledMethod],
-    models: Models,
-    modes: Sequence[SamplingParams],
-    max_new_tokens: int,
-    seed: int,
-) -> None:
-    """Answer the first `count` prompts of each task once more, off the clock, and write trace.jsonl and texts.json.
+def write_traces(config: BenchConfig, rows: Sequence[Row], named: Sequence[LabeledMethod], models: Models) -> None:
+    """Answer the first prompts of each task once more, off the clock, and write trace.jsonl and texts.json.
 
     texts.json holds `tokens`, the text of every token in the trace by its id, and `prompts`, their text by number and
     turn, "0/1".
-
-    rows: of the run. seed: of the run.
     """
     # The first questions of each task, with all their turns.
     baseline = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
     numbers: dict[str, list[int]] = {}
     for row in baseline:
         own = numbers.setdefault(row["task"], [])
-        if row["prompt"] not in own and len(own) < count:
+        if row["prompt"] not in own and len(own) < config.traces:
             own.append(row["prompt"])
     baseline = [row for row in baseline if row["prompt"] in numbers[row["task"]]]
 
     # Fresh runners: methods that learn begin anew.
-    runners = make_runners(named, models, modes)
+    runners = make_runners(named, models, config.modes)
     ids: set[int] = set()
-    write_text(directory / TRACE, "")
+    write_text(config.output / TRACE, "")
     for row in baseline:
         place = {"prompt": row["prompt"], "id": row["id"], "task": row["task"], "turn": row["turn"]}
         for label, runner in runners[row["temperature"]].items():
-            rounds = traced(runner, row["prompt_ids"], max_new_tokens, prompt_seed(seed, row["prompt"], row["turn"]))
+            seed = prompt_seed(config.seed, row["prompt"], row["turn"])
+            rounds = traced(runner, row["prompt_ids"], config.max_new_tokens, seed)
             where = {"method": label, "temperature": row["temperature"], **place}
             lines = [{**where, "round": number, **done.line(runner.params)} for number, done in enumerate(rounds)]
-            append(directory / TRACE, "".join(json.dumps(line) + "\n" for line in lines))
+            append(config.output / TRACE, "".join(json.dumps(line) + "\n" for line in lines))
             for done in (traced_round.done for traced_round in rounds):
                 ids.update(done.tokens, done.tree.tokens if done.tree else ())
     tokenizer = checkpoint_of(models.target).tokenizer
     tokens = {str(token): tokenizer.decode([token]) for token in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in baseline}
-    write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})
+    write_json(config.output / TEXTS, {"tokens": tokens, "prompts": prompts})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,6 @@ from draftsmith.eval.bets import (
     MAX_GAP,
     SCORES,
     DecidedTokens,
-    DraftedPlace,
     Drift,
     Evidence,
     decided_tokens,
@@ -84,18 +84,19 @@ def stakes_of(tokens: DecidedTokens) -> torch.Tensor:
     return torch.stack(found)
 
 
-def places_of(done: Round) -> list[DraftedPlace]:
-    """The places of the tokens that a round emitted."""
-    if done.tree is None or done.verdict is None:  # the prefill
-        return [DraftedPlace()]
-    tree, places = done.tree, []
-    for i, parent in enumerate([-1, *done.verdict.path][: len(done.tokens)]):
-        if tree.draft_prob is not None:
-            places.append(DraftedPlace(tree.draft_prob[i] if i < len(tree.tokens) else None))
-        else:
-            children = (token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
-            places.append(DraftedPlace(None, tuple(children)))
-    return places
+def drafted_at(rounds: Sequence[Round], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What was drawn and what was chosen at each token that rounds emitted: distributions and children [N, V]."""
+    draft = torch.zeros(sum(len(done.tokens) for done in rounds), vocab_size, dtype=torch.float64)
+    children, row = torch.zeros_like(draft, dtype=torch.bool), 1  # the prefill's token is not drafted
+    for tree, verdict, tokens in ((done.tree, done.verdict, done.tokens) for done in rounds[1:]):
+        for i, parent in enumerate([-1, *verdict.path][: len(tokens)]):
+            if tree.draft_prob is None:
+                own = [token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent]
+                children[row, own] = True
+            elif i < len(tree.tokens):
+                draft[row] = tree.draft_prob[i]
+            row += 1
+    return draft, children
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "eagle-tree", "online"])
@@ -105,9 +106,8 @@ def test_every_bet_is_fair_on_whole_rounds_of_a_method(name):
     params, target, mean = SamplingParams(1.0), TableLM(1), dict[str, torch.Tensor]()
     for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=8):
         answer = [token for done in rounds for token in done.tokens]
-        decided = [place for done in rounds for place in places_of(done)]
-        evidence = Evidence()
-        evidence.add(decided_tokens(LogitTable(1), PROMPT, answer, decided, params, MAX_GAP)[0])
+        drafted, evidence = drafted_at(rounds, LogitTable(1).info.vocab_size), Evidence()
+        evidence.add(decided_tokens(LogitTable(1), PROMPT, answer, params, MAX_GAP, drafted)[0])
         for family, stakes in evidence.stakes.items():
             mean[family] = mean.get(family, 0) + weight * stakes.exp()
     for family, stakes in mean.items():

@@ -19,7 +19,7 @@ from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.prompts import run as make_prompts
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.responses import run as answer
-from draftsmith.eval.bets import DraftedPlace, Evidence, decided_tokens, ends_as_asked
+from draftsmith.eval.bets import Evidence, decided_tokens, ends_as_asked
 from draftsmith.eval.certify import Answered, CertifyConfig, ServerAnswers, greedy_test, run, sampling_test
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
@@ -148,12 +148,12 @@ def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake
 def test_log_probabilities_of_a_server_give_what_the_target_gives(models, tmp_path, cut, capsys):
     """In every mode of sampling: all probabilities where they are known, and the mass of the others."""
     lm, params = load_lm(models["target"]), SamplingParams(**{"temperature": 1.0, **cut})
-    prompt, own = [5, 6, 7], [DraftedPlace()] * 4
+    prompt = [5, 6, 7]
     (answer,) = generate_all(lm, [prompt], SamplingParams(), 4, 1, eos_ids=())
-    expected, _ = decided_tokens(lm, prompt, answer, own, params, 0.5)
+    expected, _ = decided_tokens(lm, prompt, answer, params, 0.5)
     with StatesServer(lm, (), tmp_path / "states", connector=False, max_logprobs=20) as server:
         served = load_target(models["target"], server.url, dtype="float32", device="cpu")
-        found, impossible = decided_tokens(served, prompt, answer, own, params, 0.5)
+        found, impossible = decided_tokens(served, prompt, answer, params, 0.5)
     assert len(found.token) == len(expected.token) == 4 and not impossible
     # All are asked for where the likeliest do not suffice.
     assert ("20 are asked for" in capsys.readouterr().err) == (cut == {} or "top_k" in cut)
