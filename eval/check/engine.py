@@ -166,7 +166,6 @@ def our_drafter(config: CheckConfig, target: CausalLM, facts: TargetFacts) -> Ou
     Raises:
         InputError: neither a head that the engine serves nor a model.
     """
-    assert config.target is not None
     path = str(config.directory)
     if config.engine == "llamacpp" and (file := gguf_file(config.directory)) is not None and is_gguf_model(file):
         return OurDrafter(MODEL, load_fitting(str(file), target, **config.loading))
@@ -211,7 +210,6 @@ def vllm_client(
     config: CheckConfig, target: CausalLM, ours: OurDrafter, prompts: Sequence[BenchPrompt]
 ) -> Iterator[VllmClient]:
     """Yield a client of --server, or of a server that is started with the target and the directory, and ended."""
-    assert config.target is not None
     if config.server is not None:
         client = VllmClient(config.server, checkpoint_of(target), config.max_new_tokens)
         if config.num_drafted not in (0, client.num_drafted):
@@ -239,7 +237,6 @@ def llamacpp_client(
 
     The server that is started reads copies of target and drafter in float32, in which both sides compute the same.
     """
-    assert config.target is not None
     chain = our_chain(config, target, ours)
     if config.server is not None:
         yield LlamaCppClient(config.server, config.max_new_tokens, num_drafted=chain.length)
@@ -251,7 +248,7 @@ def llamacpp_client(
         if drafter is None:
             found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
             raise InputError("directory", found, "one that llama.cpp serves", remedy)
-        named = Path(resolve_model(config.target))
+        named = Path(resolve_model(checkpoint_of(target).path))
         if file := config.target_gguf or (named if named.suffix == ".gguf" else None):
             widen_gguf(file, target_file)
         else:

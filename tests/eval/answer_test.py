@@ -81,14 +81,6 @@ def test_a_bench_of_callables(target, drafter):
     assert list(table["matches_ar"]) == [True, True, False]
     assert table.loc["ar", "speedup"] == 1 and table.loc["spec:k=3", "tau"] > 1.5
     assert table["tau"].isna().to_list() == [False, False, True]
-    with pytest.raises(InputError, match=r"prompts: found \[\]"):
-        draftsmith.measure(methods, target, [])
-    with pytest.raises(InputError, match="ValueError: no"):
-        draftsmith.measure({"no": refuse}, target, [QUESTION], max_new_tokens=4)
-
-
-def refuse(prompt, max_new_tokens, seed):
-    raise ValueError("no")
 
 
 def test_every_public_name_is_there():
@@ -112,25 +104,26 @@ def test_a_prompt_that_is_none_is_refused_in_one_line(target, prompt, says):
         draftsmith.generate(target, prompt, max_new_tokens=2)
 
 
-def of_length(count):
-    return lambda ids, max_new_tokens, seed: [5] * count
+def refuse(prompt, max_new_tokens, seed):
+    raise ValueError("no")
 
 
 @pytest.mark.parametrize(
-    ("methods", "settings", "says"),
+    ("methods", "prompts", "says"),
     [
-        ({"ar": of_length(1)}, {}, "methods: found one called ar"),
-        ({"x": lambda ids, count, seed: [5.5]}, {}, "methods, x, an answer: found .5.5."),
+        ({"ar": refuse}, [[1, 2]], "methods: found one called ar"),
+        ({"x": lambda ids, count, seed: [5.5]}, [[1, 2]], "methods, x, an answer: found .5.5."),
+        ({"no": refuse}, [[1, 2]], "ValueError: no"),
+        ({}, [], r"prompts: found \[\]"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(target, methods, settings, says):
-    given = {"prompts": [[1, 2]], "max_new_tokens": 4, "repeats": 1} | settings
+def test_what_cannot_be_measured_is_refused(target, methods, prompts, says):
     with pytest.raises(InputError, match=says):
-        draftsmith.measure(methods, target, **given)
+        draftsmith.measure(methods, target, prompts, max_new_tokens=4, repeats=1)
 
 
 def test_tokens_count_that_were_asked_for_up_to_the_end_token(target):
     (end, *_) = target.info.eos_ids
-    methods = {"long": of_length(500), "ends": lambda ids, count, seed: [5, end, 5, 5]}
+    methods = {"long": lambda ids, count, seed: [5] * 500, "ends": lambda ids, count, seed: [5, end, 5, 5]}
     table = draftsmith.measure(methods, target, [[1, 2]], max_new_tokens=3, repeats=1)
     assert table["tokens"]["long"] == 3 and table["tokens"]["ends"] == 2

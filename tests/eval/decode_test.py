@@ -102,9 +102,3 @@ def test_a_byte_order_mark_on_stdin_is_no_token(models, monkeypatch):
     target = Checkpoint(models["target"])
     piped = encode_prompt(DecodeConfig("-", models["target"]), target)
     assert piped == encode_prompt(DecodeConfig("What does it do?", models["target"]), target)
-
-
-def test_what_cannot_be_streamed_is_an_error(models, capsys):
-    assert main(["decode", "Hi", "--target", models["target"], "--method", "hf"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "'hf', expected one of ar, spec" in err

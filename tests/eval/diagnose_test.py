@@ -182,6 +182,12 @@ def repaired(world, head: Path, output: Path, **more: Any) -> tuple[int, Any]:
     return code, load_draft_head(written, load_lm(str(world.target))) if written.exists() else None
 
 
+def foreign(world, head: Path, output: Path, format: str) -> None:
+    """Write the head in another system's format, without the record of what was exported, as strangers' files."""
+    assert export(ExportConfig(format=format, output=output, head=head, target=str(world.target))) == 0
+    (output / "draftsmith.json").unlink()
+
+
 TRAINERS = {
     "normed twice": ("layer.hidden_norm.weight", "the state normed twice (as ModelOpt 0.47 trains)"),
     "no last norm": ("norm.weight", "no norm before lm_head (as SpecForge 0.2 trains where norm_output is false)"),
@@ -246,11 +252,10 @@ def test_repair_finds_what_is_wrong_and_nothing_else(world, sound, tmp_path, cap
 def test_repair_of_another_systems_directory_says_what_its_files_should_hold(world, sound, tmp_path, capsys, served):
     """Also where a server runs the target: for the states, and for import, export and its check."""
     files, ids = tmp_path / "vllm", "eagle_aux_hidden_state_layer_ids"
-    assert export(ExportConfig(format="vllm", output=files, head=sound, target=str(world.target))) == 0
+    foreign(world, sound, files, "vllm")
     right = json.loads((files / "config.json").read_text())
     wrong = {**right, ids: [number + 1 for number in right[ids]]}
     (files / "config.json").write_text(json.dumps(wrong))
-    (files / "draftsmith.json").unlink()  # the record of what was exported, which a stranger's directory has not
     capsys.readouterr()
     with StatesServer(load_lm(str(world.target)), (2, 3, 4, 5, 6, 7, 8, 9), tmp_path / "states") as server:
         more = {"server": server.url, "data": world.prompts} if served else {}
@@ -263,8 +268,7 @@ def test_repair_of_another_systems_directory_says_what_its_files_should_hold(wor
 
 def test_repair_of_a_gguf_file_names_its_settings(world, sound, tmp_path, capsys):
     files = tmp_path / "gguf"
-    assert export(ExportConfig(format="llamacpp", output=files, head=sound, target=str(world.target))) == 0
-    (files / "draftsmith.json").unlink()
+    foreign(world, sound, files, "llamacpp")
     field = gguf.GGUFReader(files / "head.gguf", "r+").fields["eagle3.target_layers"]
     for place in field.data:
         field.parts[place][0] += 1
@@ -285,8 +289,7 @@ def test_repair_of_a_draft_vocabulary_in_the_other_convention(world, sound, tmp_
     kept = torch.tensor(sorted({token for ids in said for token in ids}))
     state = {**stored_tensors(whole), "d2t": kept, "lm_head.weight": whole.lm_head.weight[kept]}
     head = changed(world, sound, tmp_path / "head", state, draft_vocab_size=len(kept))
-    assert export(ExportConfig(format=format, output=files, head=head, target=str(world.target))) == 0
-    (files / "draftsmith.json").unlink()
+    foreign(world, head, files, format)
     offsets = kept - torch.arange(len(kept))
 
     def stored(directory: Path) -> torch.Tensor:
@@ -324,11 +327,10 @@ def test_repair_of_a_block_drafter(world, block_head, tmp_path, capsys, mistake)
 def test_repair_of_a_directory_that_is_only_read_leaves_the_repaired_head(world, block_head, tmp_path, capsys):
     """DeepSpec's own, by `num_anchors`: nothing writes it."""
     files = tmp_path / "deepspec"
-    assert export(ExportConfig(format="sglang", output=files, head=block_head, target=str(world.target))) == 0
+    foreign(world, block_head, files, "sglang")
     fields = json.loads((files / "config.json").read_text())
     right = fields.pop("mask_token_id", None) or fields["dflash_config"].pop("mask_token_id")
     (files / "config.json").write_text(json.dumps({**fields, "num_anchors": 512, "mask_token_id": right - 1}))
-    (files / "draftsmith.json").unlink()
     code, found = repaired(world, files, tmp_path / "out")
     shown = capsys.readouterr()
     assert code == 0 and found.config.mask_token == right and shown.out.count("WRONG") == 1
@@ -337,11 +339,10 @@ def test_repair_of_a_directory_that_is_only_read_leaves_the_repaired_head(world,
 
 def test_repair_returns_the_code_of_an_export_that_differs(world, sound, tmp_path, capsys, monkeypatch):
     files = tmp_path / "vllm"
-    assert export(ExportConfig(format="vllm", output=files, head=sound, target=str(world.target))) == 0
+    foreign(world, sound, files, "vllm")
     fields = json.loads((files / "config.json").read_text())
     ids = "eagle_aux_hidden_state_layer_ids"
     (files / "config.json").write_text(json.dumps({**fields, ids: [number + 1 for number in fields[ids]]}))
-    (files / "draftsmith.json").unlink()
     # The export's own check finds a difference.
     monkeypatch.setattr("draftsmith.launch.export.export.hashes_of", lambda state: dict.fromkeys(state, "0123"))
     code, found = repaired(world, files, tmp_path / "out")
