@@ -346,6 +346,16 @@ def small_models(broken: str | None = None) -> Models:
     return run_models(*lms, **heads, capacity=SMALL.max_position)
 
 
+# Every method that learns nothing from one answer for the next, with settings for tiny models.
+CHAINS = ("eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dflash2", "dspark")
+STEADY_METHODS = [
+    "ar", "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "spec:k=3", "specdec++:h=0.4:min=1:max=5",
+    "confidence:t=0.3:max=5", "self-verify:k=4", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
+    *(f"{kind}:k=3" for kind in CHAINS), *(f"{kind}-static" for kind in CHAINS), "dspark-confidence:k=4:t=0.3",
+    *(f"{kind}-tree:nodes=5:depth=2:topk=2" for kind in CHAINS if kind not in ("medusa", "hydra")),
+]  # fmt: skip
+
+
 def make_tiny_world(root: Path) -> dict[str, str]:
     """Write a target, a draft that agrees with it now and then, one head of each kind and prompts below `root`.
 

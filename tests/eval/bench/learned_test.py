@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from worlds import every_head, run_models, varied_acceptance_head
+from worlds import STEADY_METHODS, every_head, run_models, varied_acceptance_head
 
 from draftsmith.eval.bench.measuring import measure_prompt
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -32,16 +32,6 @@ PROMPTS = [BenchPrompt(str(n), [7 + n, 30, 9 * n + 1]) for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5", "dspark-confidence:k=4:rule=cost:c=0.02",
             "eagle-tree:nodes=auto:topk=2", "eagle-tree:nodes=auto:depth=auto:topk=2"]  # fmt: skip
-OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
-          "eagle-static", "eagle-tree:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3",
-          "hsddw:k=3:max=6",
-          "eagle3:k=3", "eagle3-tree:nodes=5:depth=2:topk=2", "eagle3-static",
-          "mtp:k=3", "mtp-tree:nodes=5:depth=2:topk=2", "mtp-static",
-          "dflash:k=3", "dflash-tree:nodes=5:depth=2:topk=2", "dflash-static",
-          "dflash2:k=3", "dflash2-tree:nodes=5:depth=2:topk=2", "dflash2-static", "dspark:k=3",
-          "dspark-tree:nodes=5:depth=2:topk=2", "dspark-static", "dspark-confidence:k=4:t=0.3",
-          "medusa-static", "medusa:k=3", "hydra-static", "hydra:k=3",
-          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +63,10 @@ def check_nothing_else_lasts(made) -> None:
 
 
 def test_every_method_is_looked_at():
-    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(known_methods())
+    assert {label.partition(":")[0] for label in [*LEARNING, *STEADY_METHODS]} == set(known_methods())
 
 
-@pytest.mark.parametrize("label", [*LEARNING, *OTHERS])
+@pytest.mark.parametrize("label", [*LEARNING, *STEADY_METHODS])
 def test_all_state_that_outlives_an_answer_is_listed(lms, label):
     made = runner(lms, label)
     check_nothing_else_lasts(made)
