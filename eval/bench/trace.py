@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -56,10 +56,7 @@ class TracedRound:
             "parents": list(tree.parents),
             "accepted": list(done.verdict.path),
             "next_token": done.verdict.next_token,
-            "num_drafted": done.step.num_drafted,
-            "num_accepted": done.step.num_accepted,
-            "num_emitted": done.step.num_emitted,
-            "draft_calls": done.step.draft_calls,
+            **asdict(done.step),
             "draft_s": self.draft_s,
         }
         if tree.tokens:

@@ -77,10 +77,6 @@ class ComparedPrompt:
     ours: EngineAnswer
 
     @property
-    def accepted(self) -> tuple[int, int]:
-        return self.theirs.accepted, self.ours.accepted
-
-    @property
     def same_text(self) -> bool:
         return self.theirs.tokens == self.ours.tokens
 
@@ -369,14 +365,6 @@ def directory_differences(engine: str, ours: OurDrafter, facts: TargetFacts) -> 
     return "; ".join(f"{problem.where}: {problem.text}" for problem in problems[:4])
 
 
-def drafted_tokens(rows: Sequence[ComparedPrompt]) -> list[tuple[str, str, str]]:
-    """Return the line of drafted tokens, if the engine counts them."""
-    if any(row.theirs.drafted is None for row in rows):
-        return []
-    theirs, ours = sum(row.theirs.drafted or 0 for row in rows), sum(row.ours.drafted or 0 for row in rows)
-    return [("drafted tokens", f"{theirs:,}", f"{ours:,}")]
-
-
 def print_comparison(
     directory: str, engine: str, dtype: str, rows: Sequence[ComparedPrompt], located: Sequence[Located]
 ) -> None:
@@ -384,13 +372,16 @@ def print_comparison(
     by_place = [row for row in rows if row.theirs.by_place]
     theirs, ours = Counted.of([row.theirs for row in by_place]), Counted.of([row.ours for row in by_place])
     lengths = f"{tau_of([theirs]):.3f}", f"{tau_of([ours]):.3f}"
-    num_tokens = [sum(len(row.theirs.tokens) for row in rows), sum(len(row.ours.tokens) for row in rows)]
+    sides = [row.theirs for row in rows], [row.ours for row in rows]
     print_text(Text(f"{directory} in {engine}, beside our chain of {len(rows[0].ours.counts) - 1}", "bold"))
+    drafted = [("drafted tokens", *(f"{sum(answer.drafted or 0 for answer in side):,}" for side in sides))]
+    if any(row.theirs.drafted is None for row in rows):  # the engine does not count them
+        drafted = []
     sums = [
         ("prompts, greedy", str(len(rows)), f"{len(rows)}, {dtype}"),
-        ("tokens", *(f"{count:,}" for count in num_tokens)),
-        *drafted_tokens(rows),
-        ("accepted tokens", *(f"{sum(side):,}" for side in zip(*(row.accepted for row in rows), strict=True))),
+        ("tokens", *(f"{sum(len(answer.tokens) for answer in side):,}" for side in sides)),
+        *drafted,
+        ("accepted tokens", *(f"{sum(answer.accepted for answer in side):,}" for side in sides)),
         ("drafts", *(f"{sum(side.counts[:1]):,}" for side in (theirs, ours))),
     ]
     for place, shares in enumerate(zip(accepted_by_place([theirs]), accepted_by_place([ours]), strict=False), 1):
@@ -406,7 +397,7 @@ def print_comparison(
         cells = []
         for row in differing:
             drafts = row.theirs.counts[0] if row.theirs.by_place else "-"
-            numbers = (drafts, row.ours.counts[0], *row.accepted)
+            numbers = (drafts, row.ours.counts[0], row.theirs.accepted, row.ours.accepted)
             cells.append((row.id, "same" if row.same_text else "DIFFERS", *numbers))
         right = ("drafts", "here", "accepted", "accepted here")
         print_table(table_from_cells("differing", ("prompt", "text", *right), cells, right))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
-from draftsmith.data.text.template import RowError, prompt_ids
+from draftsmith.eval.answer import encode_messages
 from draftsmith.eval.diagnose.drafts import answered
 from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
@@ -130,18 +130,14 @@ def answered_prompts(lm: CausalLM, longest: int) -> list[dict[str, Any]]:
     longest: most tokens of a text.
     """
     longest = min(longest, lm.info.max_position)
-    room, tokenizer = min(MAX_NEW_TOKENS, longest // 2), checkpoint_of(lm).tokenizer
+    room, checkpoint = min(MAX_NEW_TOKENS, longest // 2), checkpoint_of(lm)
     # By the chat template, if there is one: that is the text that the model is served on.
-    try:
-        encoded = [
-            prompt_ids(tokenizer, [{"role": "user", "content": text}])
-            if tokenizer.chat_template
-            else list(tokenizer(text)["input_ids"])
-            for text in PROMPTS
-        ]
-    except RowError as error:
-        found = f"an error on a plain question ({error})"
-        raise InputError("chat_template", found, "a working template", "Save one that works.") from error
+    encoded = [
+        encode_messages(checkpoint, [{"role": "user", "content": text}])
+        if checkpoint.tokenizer.chat_template
+        else list(checkpoint.tokenizer(text)["input_ids"])
+        for text in PROMPTS
+    ]
     # The end of a long prompt is cut, so that a head has positions for prompt and answer.
     prompts = [ids[: longest - room] for ids in encoded]
     return answered(prompts, generate_all(lm, prompts, SamplingParams(), room, len(prompts)))
