@@ -20,7 +20,6 @@ from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError
 
 RESULTS = "results.json"  # written last
-SCHEMA_VERSION = 3
 MEASURE = "Measure it again."
 
 
@@ -37,7 +36,6 @@ def describe(
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     device = getattr(config, "chosen_device", None)
     return {
-        "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(f"eval {kind}", config),

@@ -31,7 +31,7 @@ from draftsmith.data.store.writer import is_written
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.bench.tables import mode, results_tables
 from draftsmith.eval.bench.trace import TEXTS, TRACE
-from draftsmith.eval.meta import MEASURE, RESULTS, SCHEMA_VERSION, read_results
+from draftsmith.eval.meta import MEASURE, RESULTS, read_results
 from draftsmith.eval.settings import ReportConfig
 from draftsmith.eval.tables import drawn_data, from_json, heading_groups, to_json
 from draftsmith.modules.drafters import HEADS
@@ -142,10 +142,6 @@ def checked_results(directory: Path) -> Mapping[str, Any]:
     if (directory / METRICS).is_file():
         return read_training(directory)
     results = read_results(directory, SHAPE)
-    meta = results["meta"]
-    if results.get("methods") and meta.get("schema_version") != SCHEMA_VERSION:
-        found = f"version {meta.get('schema_version')} of its form"
-        raise InputError(str(directory / RESULTS), found, str(SCHEMA_VERSION), MEASURE)
     if not results.get("methods") and not results.get("tables"):
         raise InputError(str(directory / RESULTS), "nothing measured", "rows of a method or a table", MEASURE)
     return results

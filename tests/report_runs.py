@@ -13,7 +13,6 @@ TASKS = ("code", HOSTILE)
 TOKENS = {1: "def", 2: " x", 3: "\n", 4: HOSTILE, 5: " a", 6: " b", 7: " c", 8: "</script><!--"}
 
 META = {
-    "schema_version": 3,
     "kind": "bench",
     "command": "draftsmith eval bench --target embedded:target --methods 'ar,spec:k=3'",
     "date": "2026-11-21T00:00:00+00:00",

@@ -219,7 +219,7 @@ def write_cards(
             for row in results["methods"]
             if row["method"] in labels
         ]
-        write_measured(directory, {"schema_version": 2, **meta, "methods": rows})
+        write_measured(directory, {**meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")
 
 

@@ -15,7 +15,6 @@ from draftsmith.data.store.writer import writing_alone
 from draftsmith.eval.report import Run, kinds, read_runs, run, section_of, shown_prompts, verdicts
 from draftsmith.eval.settings import ReportConfig
 from draftsmith.launch.cli import main
-from draftsmith.modules.types import InputError
 
 # A loss before the steps, two validations, and a line that is being written.
 METRICS = """step,val/loss,val/tau,val/accepted_1,val/top1,val/accepted_2,train/loss,cost/tokens_per_s
@@ -151,12 +150,3 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, words, said):
     assert main(["eval", "report", *named, "--output", "x.html"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-
-
-def test_results_of_another_form_are_refused(tmp_path):
-    path = bench_run(tmp_path / "run")
-    results = json.loads((path / "results.json").read_text())
-    results["meta"]["schema_version"] = 2
-    (path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(InputError, match="version 2 of its form"):
-        read_runs([path])

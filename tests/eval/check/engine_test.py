@@ -164,18 +164,14 @@ def test_another_chat_template_is_located(gate, engine):
 
 
 @pytest.mark.parametrize(
-    ("faults", "settings", "said"),
-    [
-        ({"more_requests": 1}, {}, "2 requests counted where one was sent"),
-        ({"returns_ids": False}, {}, "text without token ids"),
-    ],
+    ("fault", "value", "said"),
+    [("more_requests", 1, "2 requests counted where one was sent"), ("returns_ids", False, "text without token ids")],
 )
-def test_a_server_that_cannot_be_compared_is_refused(gate, engine, faults, settings, said):
+def test_a_server_that_cannot_be_compared_is_refused(gate, engine, fault, value, said):
     server = engine("eagle")
-    for name, value in faults.items():
-        setattr(server, name, value)
+    setattr(server, fault, value)
     with pytest.raises(InputError, match=said):
-        gate(server, **settings)
+        gate(server)
 
 
 def test_the_engine_starts_as_the_printed_command_does():
