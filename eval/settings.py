@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -84,8 +83,7 @@ class DraftSettings:
     @property
     def paths(self) -> dict[str, str]:
         """Paths of `drafters`, and of the command's other models by their options."""
-        names = {field.name for field in dataclasses.fields(self)} & set(ROLES)
-        others = {role: getattr(self, role) for role in ROLES if role in names}
+        others = {role: getattr(self, role, None) for role in ROLES}
         return {role: str(path) for role, path in others.items() if path} | self.drafters
 
 
