@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -206,13 +207,6 @@ def ended(pid: int) -> bool:
     return False
 
 
-def child_of(url: str) -> int:
-    from urllib.request import urlopen
-
-    with urlopen(f"{url}/health") as reply:
-        return int(reply.read())
-
-
 def test_an_engine_ends_when_the_check_is_stopped():
     code = (
         "import sys, time\n"
@@ -223,7 +217,8 @@ def test_an_engine_ends_when_the_check_is_stopped():
     )
     check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     assert check.stdout is not None
-    pid = child_of(check.stdout.readline().strip())
+    with urlopen(f"{check.stdout.readline().strip()}/health") as reply:
+        pid = int(reply.read())
     check.send_signal(signal.SIGTERM)
     assert check.wait(30) != 0
     assert ended(pid)
