@@ -232,12 +232,8 @@ class Checkpoint:
         biases = (name for own in packed if (name := own.removesuffix("qweight") + "bias") in self.tensors)
         return [*behind, *(name for name in biases if name not in behind and not self._map(name).any())]
 
-    def read(self, name: str) -> Tensor:
-        """Read a weight by its name; quantized ones in float32."""
-        return self.view(name).clone()
-
     def view(self, name: str) -> Tensor:
-        """Read a weight by its name as `read` does, but one that is not quantized shares the file's pages."""
+        """Return a weight by its name: a quantized one in float32, any other sharing the file's pages."""
         parts = self.quantized.weights.get(name)
         if parts is None:
             return self._map(name)
@@ -252,10 +248,10 @@ class Checkpoint:
         return tensor
 
     def read_float(self, name: str) -> Tensor:
-        """Read a weight by its name; raise InputError if its scales are unknown."""
+        """Read a weight by its name, a quantized one in float32; raise InputError if its scales are unknown."""
         if name not in self.quantized.weights and (stored := self.tensors[name]).dtype not in COMPUTED:
             raise self.quantized.error(self.directory, f"{name} in {stored.dtype}")
-        return self.read(name)
+        return self.view(name).clone()
 
     def read_tensors(self, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
         """Read the tensors whose names, without the base model's prefix `model.`, begin with one of these.
@@ -279,7 +275,7 @@ class Checkpoint:
         shapes = {name: self.tensors[name].shape for name in self.weights if name in self.tensors}
         # The headers of quantized weights do not have their shapes.
         quantized = [name for name in self.quantized.weights if name.split(".")[-2] in (*EMBEDDINGS, *OUTPUTS)]
-        return outer_names(shapes | {name: tuple(self.read(name).shape) for name in quantized}, hidden_size)
+        return outer_names(shapes | {name: tuple(self.view(name).shape) for name in quantized}, hidden_size)
 
     def read_outer(self, fields: Sequence[str]) -> dict[str, Tensor]:
         """Read the weights of these fields of `OuterWeights` that there are; raise InputError if one is quantized."""
