@@ -114,10 +114,13 @@ MISTRAL = """\
     {%- else %}{{ ' ' + m.content + '</s>' }}{%- endif %}
 {%- endfor %}"""
 
-# gpt-oss: channels; the last answer ends with another token than the others.
+# gpt-oss: channels; the last answer shows its thinking and ends with another token than the others.
 HARMONY = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
+        {%- if m.thinking and loop.last %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
         {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
     {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
