@@ -223,12 +223,3 @@ def test_a_tokens_probability_and_entropy(name, dtype):
         seen, distribution = shown(params, logits, token)
         assert math.log(seen.prob) == pytest.approx(math.log(distribution[token]), abs=1e-5)
         assert seen.entropy == pytest.approx(entropy(distribution), abs=1e-4)  # logits of 20 in float32
-
-
-def test_tokens_that_a_model_rules_out():
-    logits = some_logits()
-    logits[::3] = -math.inf
-    token = int(logits.argmax())
-    for params in SETTINGS.values():
-        seen, distribution = shown(params, logits, token)
-        assert seen.entropy == pytest.approx(entropy(distribution), abs=1e-4)
