@@ -118,7 +118,7 @@ class PairNet(DraftNet):
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
         unread = tokens[self.cache.lengths[0] + 1 :]
         skipped = self.cache.make_room(len(unread), self._room)
-        logits, hidden = self.cache.extend(([unread[skipped:]], [self.network.head.read(features[skipped:])]))
+        logits, hidden = self.cache.extend([unread[skipped:]], others=([self.network.head.read(features[skipped:])],))
         self._kept, self._states = self.cache.lengths, hidden[0, -1:]
         return Level(self._states, logits[0])
 

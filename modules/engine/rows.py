@@ -1,15 +1,15 @@
 """Cached sequences for lean layers: a single row with its slots in order, or several rows of different lengths.
 
-Both run a `Network`, so that a target, a draft model and a draft head share them, and have the methods of
-`targets.base.Session`. Inputs come as a tuple of sequences with an item for each row: lists of ids, lists of tensors
-[T, ..], or a tensor [B, n, ..]. B rows, n inputs of each.
+Both run a `Network`, so that a target, a draft model and a draft head share them; they are sessions of a target
+(`targets.base.Session`). Inputs have an item for each row: lists of ids, lists of tensors [T, ..], or a tensor
+[B, n, ..]. B rows, n inputs of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add, itemgetter
-from typing import Any, Protocol
+from operator import add
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,18 @@ MAX_WIDTH = 256
 # costs a GPU as much as a large one; a CPU pays for every token.
 GROUPS = {"cpu": (1024, 0.1), "cuda": (16384, 0.5)}
 Parents = Sequence[Sequence[int]]
+
+
+class Scores(NamedTuple):
+    """Result of one call, of B rows that were fed up to n tokens each.
+
+    logits: of each row's LAST `logits_to_keep` fed tokens; each scores what follows its token. features: entry i is the
+    state once fed token i was read; F is H, or L*H with captured layers. For a row that was fed fewer tokens, its own
+    entries come first and the rest is undefined.
+    """
+
+    logits: Tensor  # [B, logits_to_keep, V]
+    features: Tensor  # [B, n, F]
 
 
 class Network(Protocol):
@@ -69,10 +81,11 @@ def select_outputs(hidden: Tensor, keep: Tensor | slice | None) -> Tensor:
 class OneRow:
     """A single row, whose slots lie in order: no padding and no lookups."""
 
-    static = False
+    static, joins = False, True
 
     def __init__(self, network: Network, cache: KVCache):
         self._network, self.stack, self.cache = network, network.stack, cache
+        self.aux_layers = network.aux_layers
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -85,12 +98,14 @@ class OneRow:
 
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         self.reset(len(rows))
-        return self.extend((prompts,))[0][:, -1]
+        return self.extend(prompts).logits[:, -1]
 
+    @torch.inference_mode()
     def extend(
-        self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
-    ) -> tuple[Tensor, ...]:
-        own = list(map(itemgetter(0), inputs))
+        self, tokens: Any, parents: Parents | None = None, logits_to_keep: int = 1, others: Sequence[Any] = ()
+    ) -> Scores:
+        """Read inputs (`targets.base.Session.extend`). others: those of the network beside the tokens."""
+        own = [part[0] for part in (tokens, *others)]
         count = len(own[0])
         keep = None if logits_to_keep >= count else slice(count - logits_to_keep, count)
         x = self._network.inputs(*own)
@@ -101,8 +116,16 @@ class OneRow:
             hidden = self.stack.tree(x, parents[0], self.cache, captured)
         self.cache.length += count
         logits, states = self._network.outputs(hidden, keep, captured)
-        return logits[None], states[None]
+        return Scores(logits[None], states[None])
 
+    @torch.inference_mode()
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        assert not self.aux_layers
+        hidden = self.stack.read_masked(self._network.inputs(tokens), positions, visible, self.cache)
+        self.cache.length += len(tokens)
+        return self._network.outputs(hidden, slice(0, 0), None)[1]
+
+    # Without a mode of its own, which costs 4 us: the decoder's loop has set it.
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Read one input of each row, or none. Returns logits [B, V] and states [B, F], undefined for rows with none.
 
@@ -153,8 +176,11 @@ class ManyRows:
     and their outputs undefined.
     """
 
+    joins = True
+
     def __init__(self, network: Network, rows: int, capacity: int, static: bool):
         self._network, self._stack, self.static = network, network.stack, static
+        self.aux_layers = network.aux_layers
         # At least one slot more, for inputs past the capacity, which padding has.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
         self._cache = RowsCache(self._stack.new_slots(rows, slots), capacity)
@@ -171,6 +197,7 @@ class ManyRows:
         self._filled, self._offset = [0] * rows, 0
         self._cache.wipe(0, rows)
 
+    @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read prompts in these rows, in groups of similar length; the rows may hold earlier sequences.
 
@@ -183,7 +210,7 @@ class ManyRows:
         logits: dict[int, Tensor] = {}
         for group in group_by_length(counts, *GROUPS.get(device.type, GROUPS["cuda"])):
             if len(group) == 1:
-                logits[group[0]] = self._alone(rows[group[0]], (prompts[group[0]],), 0, None, 1)[0]
+                logits[group[0]] = self._alone(rows[group[0]], (prompts[group[0]],), 0, None, 1).logits[0]
                 continue
             # Padding stands behind its prompt, where neither the prompt nor what follows it looks.
             ids = to_device(_padded([prompts[i] for i in group], counts[group[0]]), device)
@@ -194,18 +221,18 @@ class ManyRows:
             logits |= dict(zip(group, read, strict=True))
         return torch.cat([logits[i] for i in range(len(rows))])
 
+    @torch.inference_mode()
     def extend(
-        self, inputs: Sequence[Any], parents: Parents | None = None, logits_to_keep: int = 1
-    ) -> tuple[Tensor, ...]:
-        tokens, starts = inputs[0], self._filled
+        self, tokens: Any, parents: Parents | None = None, logits_to_keep: int = 1, others: Sequence[Any] = ()
+    ) -> Scores:
+        inputs, starts = (tokens, *others), self._filled
         counts = [tokens.shape[1]] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
         assert len(counts) == 1 or (parents is None and max(counts) <= 1), "several rows read a token each"
         self._filled = list(map(add, starts, counts))
         # Padding a prompt to a static width would cost too much.
         if len(counts) == 1 and (counts[0] > MAX_WIDTH or not starts[0]):
             own = [part[0] for part in inputs]
-            outputs = self._alone(0, own, starts[0], None if parents is None else parents[0], logits_to_keep)
-            return tuple(part[None] for part in outputs)
+            return self._alone(0, own, starts[0], parents, logits_to_keep)
         width = max(counts)
         whole = logits_to_keep >= width
         width = bucket(width) if self.static else width
@@ -230,12 +257,12 @@ class ManyRows:
         slot, position, keep, below, *ids = sent
         read = [part if isinstance(part, Tensor) else ids.pop(0) for part in fed]
         if bias is None:
-            return self._chains(slot, position, keep, *read, static=(span, whole))
-        return self._tree(slot, slot, position, below, bias, keep, *read, static=(span, whole))
+            return Scores(*self._chains(slot, position, keep, *read, static=(span, whole)))
+        return Scores(*self._tree(slot, slot, position, below, bias, keep, *read, static=(span, whole)))
 
     def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         tokens, *others = inputs
-        logits, states = self.extend((tokens, *(own[:, None] for own in others)))
+        logits, states = self.extend(tokens, others=[own[:, None] for own in others])
         return logits[:, 0], states[:, 0]
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
@@ -272,16 +299,18 @@ class ManyRows:
         self._filled, self._offset = [cache.length], cache.offset
         return skipped
 
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        raise NotImplementedError("several rows, and one of fixed shapes, read no masks")
+
     def _alone(
-        self, row: int, inputs: Sequence[Any], length: int, parents: Sequence[int] | None, logits_to_keep: int
-    ) -> tuple[Tensor, Tensor]:
-        """Read one row without padding, behind its first `length` slots. Returns logits [n, V] and states."""
+        self, row: int, inputs: Sequence[Any], length: int, parents: Parents | None, logits_to_keep: int
+    ) -> Scores:
+        """Read one row without padding, behind its first `length` slots."""
         alone = OneRow(self._network, self._cache.row(row))
         alone.cache.length, alone.cache.offset = length, self._offset
         with any_shape(self._stack.device):
-            above = None if parents is None else [parents]
-            logits, states = alone.extend([[part] for part in inputs], above, logits_to_keep)
-        return logits[0], states[0]
+            tokens, *others = ([part] for part in inputs)
+            return alone.extend(tokens, parents, logits_to_keep, others)
 
     def _read_chains(self, slot: Tensor, position: Tensor, keep: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Read inputs into the slots from slot [B] on, at positions from position [B] on; each sees all before it."""

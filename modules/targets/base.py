@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules.engine.rows import Scores
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.targets.shape import TargetShape
 from draftsmith.modules.types import InputError
@@ -76,19 +77,6 @@ def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
     if aux_layers and (list(aux_layers) != sorted(set(aux_layers)) or not 0 <= aux_layers[0] <= aux_layers[-1] <= last):
         expected = f"ascending numbers from 0 to {num_layers}, the target's layers, or {last}, after the final norm"
         raise InputError("aux_layers", tuple(aux_layers), expected, "Pass the target that the head was trained for.")
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Result of one call, of B rows that were fed up to n tokens each.
-
-    logits: of each row's LAST `logits_to_keep` fed tokens; each scores what follows its token. features: entry i is the
-    state once fed token i was read; F is H, or L*H with captured layers. For a row that was fed fewer tokens, its own
-    entries come first and the rest is undefined.
-    """
-
-    logits: Tensor  # [B, logits_to_keep, V]
-    features: Tensor  # [B, n, F]
 
 
 class Session(Protocol):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from draftsmith.modules.engine.cache import KVCache, NoCache, any_shape
 from draftsmith.modules.engine.lean import Captured, LeanLinear, LeanNorm, LeanStack
-from draftsmith.modules.engine.rows import OneRow, cached_rows, select_outputs
+from draftsmith.modules.engine.rows import ManyRows, OneRow, cached_rows, select_outputs
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.rotary import rope_table
-from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, final_state, fit_logits
+from draftsmith.modules.targets.base import ModelInfo, check_aux_layers, final_state, fit_logits
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
@@ -78,8 +78,9 @@ class LlamaLM:
 
     def session(
         self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
-    ) -> LlamaSession:
-        return LlamaSession(self, rows, capacity, aux_layers, static)
+    ) -> OneRow | ManyRows:
+        check_aux_layers(aux_layers, self.info.num_layers)
+        return cached_rows(_Capturing(self, aux_layers), rows, capacity, static)
 
     def features(
         self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
@@ -134,50 +135,10 @@ class LlamaLM:
         return self.model.lm_head.weight.detach()
 
 
-class LlamaSession:
-    """A `Session` over a `LlamaLM`, for a single row or for several."""
-
-    joins = True
-
-    def __init__(self, lm: LlamaLM, rows: int, capacity: int, aux_layers: tuple[int, ...], static: bool | None):
-        check_aux_layers(aux_layers, lm.info.num_layers)
-        self._lm, self.aux_layers = lm, aux_layers
-        self._rows = cached_rows(_Capturing(lm, aux_layers), rows, capacity, static)
-        self.static = self._rows.static
-        self.reset = self._rows.reset
-        self.keep, self.select = self._rows.keep, self._rows.select
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._rows.lengths
-
-    @torch.inference_mode()
-    def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
-        return self._rows.prefill(rows, prompts)
-
-    @torch.inference_mode()
-    def extend(
-        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
-    ) -> Scores:
-        return Scores(*self._rows.extend((tokens,), parents, logits_to_keep))
-
-    # Without a mode of its own, which costs 4 us: the decoder's loop has set it.
-    def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
-        return self._rows.step(tokens)
-
-    @torch.inference_mode()
-    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        assert isinstance(self._rows, OneRow) and not self.aux_layers
-        lm, cache = self._lm, self._rows.cache
-        hidden = lm.norm(lm.stack.read_masked(lm.embed(tokens), positions, visible, cache))
-        cache.length += len(tokens)
-        return hidden
-
-
 class _Capturing:
     """A `LlamaLM` as a session reads it (`engine.rows.Network`): logits, and the captured features.
 
-    Not the session itself: rows that referred to it would keep its cache in memory until the garbage collector runs.
+    Not the model itself, whose sessions capture different layers.
     """
 
     def __init__(self, lm: LlamaLM, aux_layers: tuple[int, ...]):

@@ -206,7 +206,7 @@ class HydraNet(MedusaNet):
         self._cache.reset(1)
 
     def start(self, tokens: Sequence[int], features: Tensor) -> Level:
-        states, _ = self._cache.extend(([features],))  # [1, 1, H]
+        states, _ = self._cache.extend([features])  # [1, 1, H]
         self._inputs = self._next(states[0], torch.tensor(tokens[-1:], device=self.device))
         return self._level(0)
 

@@ -130,13 +130,13 @@ def test_few_shapes_serve_all_sizes(pair):
     session = lm.session(1, 600, static=True)
     shapes = set()
     for name in ("_chains", "_tree"):
-        forward = getattr(session._rows, name)
+        forward = getattr(session, name)
 
         def seen(*inputs: torch.Tensor, static: tuple, name: str = name, forward: Any = forward) -> Any:
             shapes.add((name, *(tensor.shape for tensor in inputs), *static))
             return forward(*inputs, static=static)
 
-        setattr(session._rows, name, seen)
+        setattr(session, name, seen)
     session.extend([[5]])
     for start in range(1, 500, 23):
         session.extend([[5] * 23])
@@ -180,7 +180,7 @@ def test_a_sessions_cache_goes_with_its_last_reference():
     try:
         session = lm.session(1, 16)
         session.extend([[1, 2, 3]])
-        cache = weakref.ref(session._rows.cache)
+        cache = weakref.ref(session.cache)
         del session
         assert cache() is None
     finally:
