@@ -44,7 +44,7 @@ FIELDS = (
     Field("template_inputs", "string"),
     Field("turn", "int32"),
 )
-TOO_SHORT = "too_short"  # why a row is dropped that has fewer tokens than every length of --length
+NOT_CUT = "not_cut"  # why a row is dropped that is shorter than each length of --length, or cannot be cut to one
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
 
@@ -220,7 +220,7 @@ def check_dropped(where: str, error: RowError, config: PromptsConfig) -> None:
 def may_drop(error: RowError, config: PromptsConfig) -> bool:
     """Return whether the options allow to drop a row for this reason."""
     # Of a file some rows are long enough, and the others are no fault.
-    return error.reason == TOO_SHORT or (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
+    return error.reason == NOT_CUT or (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class RowEncoder:
                 turn = OpenTurns(made[0], turn=1 + sum(message["role"] == "assistant" for message in made[0]))
                 rows.append({"id": f"{row_id}/{name}", "task": name, **prompt_fields(turn, made[1], inputs)})
         if not rows:
-            raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=TOO_SHORT)
+            raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=NOT_CUT)
         return rows
 
     def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:

@@ -154,7 +154,9 @@ class ServerAnswers:
 
     @classmethod
     def open(cls, directory: Path, config: CertifyConfig, target: Checkpoint) -> ServerAnswers:
-        manifest = open_artifact(directory, "responses", target.text_identity())
+        # Of a server's model the weights are unknown, and not compared.
+        identity: dict[str, Any] = {**target.text_identity(), "target": target.identity}
+        manifest = open_artifact(directory, "responses", identity)
         if manifest.config["ignore_eos"] and "llamacpp" in manifest.identity.get("answered_by", {}):
             found = "answers of llama.cpp with --ignore-eos, which bars end tokens from being sampled"
             raise InputError(str(directory), found, "answers that may end", "Ask again without it.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ SHAPE = {"state": dict, "files": {"*": str}, "document": dict}
 # Commands that compare their options with what lies in an output, and continue it or write it anew.
 CONTINUED = ("data ", "train ", "eval bench", "eval report")
 # Options whose words are never the path of a model or of data.
-WORDS = ("split", "subset", "columns", "methods", "device", "job_name")
+WORDS = ("split", "subset", "columns", "device", "job_name")
 # Files that later commands write beside a head or a run: its card, what was measured with it, a report.
 LATER = (FINISHED, "README.md", "measured.json", "report.html")
 # A larger file is compared by its size and by samples from its beginning to its end: between them it may be changed
@@ -83,6 +84,12 @@ def finished(name: str, output: Path, state: Mapping[str, Any]) -> dict[str, Any
     if changed and not name.startswith(CONTINUED):
         remedy = "Choose another output or delete it" + (", or pass --again." if name == "eval served" else ".")
         raise InputError("output", f"{output}, made with another {changed}", "what it was made with", remedy)
+    if not intact and not changed and (manifest := record["files"].get("manifest.json")) is not None:
+        # A stage of data makes damaged shards again; it would believe what its manifest says.
+        path = output / "manifest.json"
+        if path.exists() and digest(path) != manifest:
+            remedy = f"Delete {output} and run the command again."
+            raise InputError("output", f"{path}, changed since it was written", "what the command wrote", remedy)
     return record if intact and not changed else None
 
 
@@ -121,7 +128,10 @@ def parts_of(value: Any) -> list[str]:
 
 
 def content_of(text: str, output: Path) -> str | None:
-    """Return a digest of the model or the data that a text names, with its share (`runs/a*2`); None if it is none."""
+    """Return a digest of the model or the data that a text names, with its share (`runs/a*2`); None if it is none.
+
+    A text that holds the name of a file, `eagle-static:tree=FILE`, stands with that file's digest.
+    """
     from draftsmith.data.store.parts import part_of
     from draftsmith.modules.pretrained.hub import resolve_model
 
@@ -130,7 +140,9 @@ def content_of(text: str, output: Path) -> str | None:
         path, share = Path(resolve_model(str(part.path) if part else text)), part.weight if part else 1
         if text and path.exists() and path != output:
             return f"{digest(path)} * {share:g}"
-    return None
+    # A file inside a word: `tree=FILE` of a method, `FILE.py:FUNCTION`.
+    files = [Path(word) for word in re.split("[:=]", text) if word and Path(word).is_file()]
+    return f"{text} {' '.join(map(digest, files))}" if files else None
 
 
 def digest(path: Path) -> str:

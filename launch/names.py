@@ -22,7 +22,9 @@ SAME = {
 DIFFERENT = {
     "prompts responses answers artifact": "--data",
     "draft speculator": "--head, a head or a draft model",
-    "engine": "--loader, which runs a model here",
+    "engine lm_engine": "--loader, which runs a model here",
+    "accelerator": "--device",
+    "target_server feature_server": "--server",
     "per_device_train_batch_size train_batch_size": "--batch-size, of all devices and accumulated parts together",
     "gradient_accumulation_steps accumulation_steps": "--accumulate, which divides --batch-size",
     "num_speculative_tokens speculative_num_steps": "it in a method: --methods eagle3:k=5",

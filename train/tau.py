@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,7 +167,7 @@ def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
         contexts.append(server.context)
     context = min(contexts)
     if server is None and isinstance(target, OuterLM):
-        params, held_out = recorded_answers(val, config.tau_prompts, context)
+        params, held_out = recorded_answers(val, config.tau_prompts, context, target.info.eos_ids)
         general: Sequence[AnsweredPrompt] = ()
     else:
         prompts = probe_prompts(config, target, val, context)
@@ -275,15 +275,20 @@ def probe_prompts(config: TrainDrafterConfig, target: CausalLM, val: Samples, co
 def with_room(found: Iterable[T], length: Callable[[T], int], count: int, context: int) -> list[T]:
     """Return the first `count` of what is found after a prompt of this length; what leaves room for an answer in the
     context, if anything does."""
-    chosen, tight = list[T](), list[T]()
+    chosen, tight, too_long = list[T](), list[T](), 0
     for one in found:
         if length(one) <= context - ANSWER_TOKENS:
             chosen.append(one)
-        elif length(one) < context and len(tight) < count:
+        elif length(one) < context:
             tight.append(one)
+        else:
+            too_long += length(one) >= context
         if len(chosen) == count:
             break
-    return chosen or tight
+    left_out = too_long + (len(tight) if chosen else 0)
+    if left_out:
+        say_on_rank_zero(f"note: tau leaves out {left_out} prompt(s) with no room for an answer in {context:,} tokens")
+    return chosen or tight[:count]
 
 
 def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) -> list[list[int]]:
@@ -322,8 +327,10 @@ def held_out_answers(samples: Samples) -> Iterator[tuple[int, int, int]]:
                 yield (i, *answers[(i + more) % len(answers)])
 
 
-def recorded_answers(samples: Samples, count: int, context: int) -> tuple[SamplingParams, list[AnsweredPrompt]]:
-    """Return recorded answers of the held-out rows, with stored states, and how they were sampled."""
+def recorded_answers(
+    samples: Samples, count: int, context: int, ends: Collection[int]
+) -> tuple[SamplingParams, list[AnsweredPrompt]]:
+    """Return recorded answers of the held-out rows, with stored states, and how they were sampled. ends: end tokens."""
     dataset = samples.dataset
     manifest = getattr(dataset, "manifest", None)
     if manifest is None or manifest.kind != "features" or manifest.sampling is None:
@@ -335,8 +342,10 @@ def recorded_answers(samples: Samples, count: int, context: int) -> tuple[Sampli
     )
     texts, answered = list(read_texts), list[AnsweredPrompt]()
     for text, begin, end in found:
-        limit = begin + ANSWER_TOKENS
-        ids = texts[text]["input_ids"][: min(end, limit)]
+        ids = texts[text]["input_ids"][: min(end, begin + ANSWER_TOKENS)]
+        # A shorter answer without an end token was cut there.
+        ended = len(ids) == begin + ANSWER_TOKENS or int(ids[-1]) in ends
+        limit = begin + ANSWER_TOKENS if ended else len(ids)
         states = decoded(texts[text]["features"], texts[text].get("scale"))[: len(ids)]
         answered.append(AnsweredPrompt(ids.tolist(), begin, limit, states))
     return SamplingParams(**manifest.sampling), answered

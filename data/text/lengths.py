@@ -54,8 +54,9 @@ def cut_to(
     message = max(asking, key=lambda message: len(message["content"]))
     text = message["content"]
     closing = max(len(text) // 2, len(text) - CLOSING)
-    if 0 < (line := text.find("\n", closing) + 1) < len(text):
-        closing = line
+    # In front of a line break or a blank, which stays.
+    breaks = (text.find(end, closing) for end in "\n ")
+    closing = next((place for place in breaks if 0 <= place < len(text) - 1), closing)
 
     def without(kept: int) -> list[int]:
         message["content"] = text[:kept] + text[closing:]

@@ -82,7 +82,7 @@ def run(config: CompareConfig) -> None:
     for table in tables:
         print_table(table)
         for row in table.rows:
-            if row["method"] != BASELINE and row["gain_low"] is not None:
+            if row["method"] != BASELINE and row.get("gain_low") is not None:  # no gains stand in tables of classes
                 print_text(verdict(row))
 
 

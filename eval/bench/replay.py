@@ -21,7 +21,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
 from draftsmith.eval.bench.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
-from draftsmith.eval.bench.results import NUMBERS, OF_ROUNDS, Rounds, classes_of_rounds, write_numbers
+from draftsmith.eval.bench.results import NO_VALUE, NUMBERS, OF_ROUNDS, Rounds, classes_of_rounds, write_numbers
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.bootstrap import Floats, Resamples
@@ -285,10 +285,13 @@ def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dic
     resamples, calls = resamples_of(replayed, seed), torch.stack([one.walk.calls for one in replayed]).T.numpy()
     classes = classes_of_rounds(rounds_of(replayed), resamples, by)
     for name in (name for name in by if name not in OF_ROUNDS):
-        values = sorted({one.answer.labels[name] for one in replayed})
-        parts = {value: [one for one in replayed if one.answer.labels[name] == value] for value in values}
-        if any(values):
-            classes[name] = [{"name": value or "none", **summary_row(own, seed)} for value, own in parts.items()]
+        labels = [one.answer.labels[name] or NO_VALUE for one in replayed]
+        if {*labels} != {NO_VALUE}:
+            parts = {
+                value: [one for one, own in zip(replayed, labels, strict=True) if own == value]
+                for value in sorted({*labels})
+            }
+            classes[name] = [{"name": value, **summary_row(own, seed)} for value, own in parts.items()]
     lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
     return {**numbers, "by": {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
 

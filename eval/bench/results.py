@@ -225,7 +225,7 @@ def summarize(
             classes[name] = []
             for value in values_of(baseline, name):
                 own, base = ([row for row in part if label_of(row, name) == value] for part in (rows, baseline))
-                part = {"name": value or "none", **summary_row(own, base, clock, seed, compare)}
+                part = {"name": value, **summary_row(own, base, clock, seed, compare)}
                 classes[name].append(part)
         numbers["by"] = {name: classes[name] for name in by if classes.get(name)}
         if tasks := numbers["by"].get("task"):
@@ -234,15 +234,18 @@ def summarize(
     return summaries
 
 
+NO_VALUE = "none"
+
+
 def label_of(row: Mapping[str, Any], name: str) -> str:
-    """Return an answer's task, or its value of a column."""
-    return row["task"] if name == "task" else row["labels"].get(name, "")
+    """Return an answer's task, or its value of a column; `none` without one."""
+    return (row["task"] if name == "task" else row["labels"].get(name)) or NO_VALUE
 
 
 def values_of(rows: Sequence[Row], name: str) -> list[str]:
     """Return the values of a division of answers, as they come; none where no answer has one."""
     values = list(dict.fromkeys(label_of(row, name) for row in rows))
-    return values if any(values) else []
+    return [] if values == [NO_VALUE] else values
 
 
 def summary_row(
@@ -395,7 +398,7 @@ def sums_by(rows: Sequence[Row], name: str) -> dict[str, tuple[Floats, Floats]]:
         return {about["name"]: rounds.sums(mask, len(rows)) for about, mask in rounds.classes(name)}
     tokens, calls = (np.array([row[column] for row in rows], np.float64) for column in ("tokens", "num_target_calls"))
     masks = {value: np.array([label_of(row, name) == value for row in rows]) for value in values_of(rows, name)}
-    return {value or "none": (tokens * mask, calls * mask) for value, mask in masks.items()}
+    return {value: (tokens * mask, calls * mask) for value, mask in masks.items()}
 
 
 def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     read_back = format.read(head_package(directory, format.name), source.facts)
-    write_record(directory, format, read_back, origin)
+    write_record(directory, format, read_back, origin, manifest.get("tied_to_target", ()))
     exported = build_head(format.kind, head.config, state)
     report = check_head(directory, format, source, exported, trained=head if eight else None)
 
@@ -211,7 +211,7 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     read_back = format.read(package, source.facts)
     check_same_config(head.config, read_back.config)
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
-    write_record(directory, format, read_back, origin)
+    write_record(directory, format, read_back, origin, manifest.get("tied_to_target", ()))
     state = {name: stored.to(read_back.state[name].dtype) for name, stored in full.items()}
     report = check_head(directory, format, source, build_head(kind, head.config, state))
     report.problems = [one for one in report.problems if f"{one.where}: {one.text}" not in files.problems]
@@ -236,9 +236,15 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     return report, "\n\n".join([command, *notes, *expected_gain(path, measured, kind, tau)])
 
 
-def write_record(directory: Path, format: HeadFormat, read: ImportedHead, origin: Mapping[str, Any]) -> None:
-    """Write `draftsmith.json`: what a directory holds. read: as its format reads it. origin: the head."""
+def write_record(
+    directory: Path, format: HeadFormat, read: ImportedHead, origin: Mapping[str, Any], tied: Sequence[str]
+) -> None:
+    """Write `draftsmith.json`: what a directory holds.
+
+    read: as its format reads it. origin: the head. tied: its tensors that are the target's.
+    """
     record = {"format": format.name, "kind": format.kind, "head": origin, "config": dataclasses.asdict(read.config)}
+    record["tied_to_target"] = list(tied)
     record |= {"tensors": hashes_of(read.state), "types": types_of(read.state.values())}
     write_json(directory / RECORD, {**record, **made_with()})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,10 @@ def run(config: ImportConfig, its_target: bool = False) -> Path:
         info = source.drafter.lm.info
         check_sizes("head", config.directory, imported.config, info.hidden_size, info.vocab_size)
         bound = trained_for_another(package, source, only=its_target or predicts)
+        if bound:
+            check_tokenizer(bound["identity"].get("tokenizer"), None, source.checkpoint)
+            check_aux_layers(sorted(getattr(imported.config, "aux_layers", ())), info.num_layers)
+            take_tied((package.exported or {}).get("tied_to_target", ()), imported.state, source)
 
     head = build_head(format.kind, imported.config, imported.state)
     if odd := [name for name, tensor in imported.state.items() if not bool(tensor.isfinite().all())]:
@@ -183,13 +188,10 @@ def bind(config: ImportConfig, target: str) -> Path:
     info, settings = source.drafter.lm.info, head_settings(directory, config_json)
     check_sizes("head", config.directory, settings, info.hidden_size, info.vocab_size)
     state = read_tensors(weights_file(directory))
-    # What the head has of its target it takes from the new one.
-    for name in manifest.get("tied_to_target", ()):
-        assert source.facts.lm_head is not None
-        rows = source.facts.lm_head[state["d2t"]] if "d2t" in state else source.facts.lm_head
-        state[name] = rows.to(state[name].dtype)
+    take_tied(manifest.get("tied_to_target", ()), state, source)
     head = build_head(kind, settings, state)
     check_aux_layers(head.aux_layers, info.num_layers)
+    check_num_layers(recorded.get("target"), source.checkpoint)
 
     # Numbers of the training hold for the target that it was trained for.
     kept = {name: value for name, value in manifest.items() if name not in ("sha256", "metrics", "teacher")}
@@ -203,6 +205,14 @@ def bind(config: ImportConfig, target: str) -> Path:
     print_text(f"{kind} head: {config.output}")
     print_bound(config, kind)
     return config.output
+
+
+def take_tied(names: Iterable[str], state: dict[str, Tensor], source: StateSource) -> None:
+    """Take what a head has of its target, rows of the lm_head, from the new one."""
+    for name in names:
+        assert source.facts.lm_head is not None
+        rows = source.facts.lm_head[state["d2t"]] if "d2t" in state else source.facts.lm_head
+        state[name] = rows.to(state[name].dtype)
 
 
 def check_tokenizer(recorded: str | None, old: str | None, new: Checkpoint) -> None:
@@ -227,6 +237,19 @@ def check_tokenizer(recorded: str | None, old: str | None, new: Checkpoint) -> N
             return
         found = f"{new.path}, where {len(moved):,} tokens of {old} have another id, as {moved[0]!r}"
     raise InputError("target", found, "a target with the head's tokens", "Train a new head: draftsmith train.")
+
+
+def check_num_layers(old: str | None, new: Checkpoint) -> None:
+    """Raise InputError if the old target, where it is here, has another number of layers than the new one.
+
+    A layer of the one may be the state after the final norm of the other.
+    """
+    layers = None
+    with suppress(InputError, OSError):
+        layers = Checkpoint(old).shape.num_layers if old is not None else None
+    if layers not in (None, new.shape.num_layers):
+        found, expected = f"{new.path}, of {new.shape.num_layers} layers", f"the {layers} layers of {old}"
+        raise InputError("target", found, expected, "Train a new head: draftsmith train.")
 
 
 def print_bound(config: ImportConfig, kind: str) -> None:

@@ -40,7 +40,8 @@ TORCH_FILE = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
 STORED = "tensors by their names, nothing else"
 RECORD = "draftsmith.json"  # what an export leaves in its directory
-RECORD_SHAPE = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types": [str]}
+RECORD_SHAPE = {"format": str, "kind": str, "tensors": {"*": str}, "config": dict, "head": dict, "types": [str],
+                "tied_to_target?": [str]}  # fmt: skip
 
 
 def package_directory(path: str) -> Path:

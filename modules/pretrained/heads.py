@@ -202,6 +202,9 @@ def head_config(directory: str | Path, kind: str | None = None) -> dict[str, Any
         raise InputError("head", directory, expected, "Train one, or check the path.")
     check_intact(directory)
     shape = {"kind": object, "head": dict, "target?": (dict, None), "sampling?": (dict, None)}
+    if kind_at(directory) is None and "architectures" in read_object(directory / "config.json", {}):
+        remedy = "Measure it: draftsmith eval bench --methods spec:k=4."
+        raise InputError("head", f"{directory}, a draft model", "a head", remedy)
     config = read_object(directory / "config.json", shape, REMEDY)
     check_known(directory, config["kind"])
     if kind not in (None, config["kind"]):

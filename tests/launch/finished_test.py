@@ -17,6 +17,7 @@ from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.data.settings import volatile
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import COMMANDS, Command
+from draftsmith.launch.finished import content_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,21 @@ def test_a_change_in_a_file_of_data_is_noticed_and_made_good(tmp_path, capsys):
     assert "shard-00001 was changed since it was written, and is made again" in capsys.readouterr().err
     assert shard.read_bytes() == content
     assert main(prompts) == 0 and "already done: data prompts" in capsys.readouterr().err
+    # What a stage believes is no longer what was written.
+    manifest = tmp_path / "prompts" / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    for _ in range(2):
+        assert main(prompts) == 2 and "manifest.json, changed since it was written" in capsys.readouterr().err
+
+
+def test_a_file_inside_a_word_counts_by_its_content(tmp_path):
+    tree = tmp_path / "tree.yaml"
+    tree.write_text("- [0]")
+    words = f"eagle3-static:tree={tree}", f"{tree}:focal"
+    before = [content_of(word, tmp_path / "out") for word in words]
+    assert None not in before and content_of("eagle3:k=3", tmp_path / "out") is None
+    tree.write_text("- [1]")
+    assert not {*before} & {content_of(word, tmp_path / "out") for word in words}
 
 
 def test_a_report_is_made_again_only_if_its_runs_went_on(tmp_path, capsys):

@@ -227,7 +227,7 @@ def test_along_recorded_answers_stored_states_are_what_the_target_reads(artifact
     module, data = prepare(config(artifacts, tmp_path / "run"))
     assert isinstance(module.target, OuterLM)
     probe, device = tau_probe(module, data.val), torch.device("cpu")
-    params, answered = recorded_answers(data.val, 3, 256)
+    params, answered = recorded_answers(data.val, 3, 256, module.target.info.eos_ids)
     assert params == SamplingParams(1.0) and not (tmp_path / "run" / ANSWERS).exists()
     whole = load_lm(str(artifacts.target))
     states = [whole.features(torch.tensor([own.ids]))[0] for own in answered]
@@ -245,13 +245,14 @@ def test_a_training_on_stored_greedy_answers_measures_decodings_tau(artifacts, g
     settings = config(artifacts, tmp_path / "run", data=stored, lr=1e-2, max_steps=40)
     last = run(settings).with_name("last")
     module, data = prepare(settings)
-    _, answered = recorded_answers(data.val, 3, 256)
+    _, answered = recorded_answers(data.val, 3, 256, module.target.info.eos_ids)
     answers, wanted, _ = decoded(load_lm(str(artifacts.target)), trained(module, last), answered, 5)
     assert answers == [own.ids[own.begin :] for own in answered] and wanted > 1
     # bf16 may turn a choice.
     assert manifest_of(last)["metrics"]["tau"] == pytest.approx(wanted, rel=0.05)
     pieces = data.val.dataset.in_pieces(16)
-    cut = recorded_answers(Samples(pieces, np.flatnonzero(np.isin(pieces.rows, data.val.indices))), 3, 256)[1]
+    val = Samples(pieces, np.flatnonzero(np.isin(pieces.rows, data.val.indices)))
+    cut = recorded_answers(val, 3, 256, module.target.info.eos_ids)[1]
     assert [own.ids for own in cut] == [own.ids for own in answered]
     assert all(torch.equal(own.states, other.states) for own, other in zip(cut, answered, strict=True))
 

@@ -41,7 +41,7 @@ def source(tmp_path_factory) -> Path:
 
 def test_prompts_have_the_lengths_and_are_text_of_their_rows(source, tmp_path, capsys):
     manifest = Manifest.read(run(PromptsConfig(str(source), TARGET, tmp_path / "prompts", length="700,400")))
-    assert "read 3, kept 2 in 4 rows, dropped 1: too short 1" in capsys.readouterr().out
+    assert "read 3, kept 2 in 4 rows, dropped 1: not cut 1" in capsys.readouterr().out
     assert (manifest.counts["of_400"], manifest.counts["of_700"]) == (2, 2)
     tokenizer, rows = load_chat_tokenizer(TARGET), list(Rows(manifest).iterate())
     assert [row["id"] for row in rows] == [f"{name}/{length}" for name in ("document", "talk") for length in (400, 700)]
@@ -73,7 +73,7 @@ def test_a_row_is_cut_to_its_own_length_and_no_further(source):
     ("words", "said"),
     [
         (["--length", "8k"], "8,192, expected fewer tokens than"),
-        (["--length", "8k", "--max-length", "9000"], "no rows left (read 3, kept 0, dropped 3: too short 3)"),
+        (["--length", "8k", "--max-length", "9000"], "no rows left (read 3, kept 0, dropped 3: not cut 3)"),
         (["--length", "1k,x"], "numbers separated by commas"),
         (["--length", "400", "--supervised"], "none: a prompt ends where its row does"),
         (["--length", "400", "--turns", "each"], "none: a prompt ends where its row does"),

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.bench.compare import compare_runs, open_bench
+from draftsmith.eval.bench.compare import compare_runs, open_bench, run
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, row_of, write_rows
+from draftsmith.eval.settings import CompareConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -93,6 +94,7 @@ def test_tau_is_compared_in_the_classes_that_both_runs_have(tmp_path):
         ("en", 21 / 6, 21 / 11), ("none", 21 / 6, 21 / 11)
     ]  # fmt: skip
     assert table.rows[0]["tau_ci"] == "-1.59 to -1.59" and table.title.startswith("tau by language, B against A")
+    run(CompareConfig([first, second]))
 
 
 def test_the_only_methods_of_two_runs_are_compared_whatever_their_names(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from worlds import tiny_llama_dir
 
@@ -318,4 +318,16 @@ def test_a_head_is_not_bound_to_other_sizes_other_tokens_or_its_own_target(tmp_p
     ids[first], ids[second] = ids[second], ids[first]
     (new / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert f"2 tokens of {target} have another id" in refusal(head, tmp_path / "out", target=str(new))
+    there = str(tmp_path / "there")
+    assert main(["export", "--head", head, "--format", "vllm", "--output", there]) == 0
+    assert "another tokenizer than the head was trained with" in refusal(there, tmp_path / "out", target=str(new))
+    # One layer less: the last layer's number is that of the state after the final norm there.
+    short = Path(tuned(target, tmp_path / "short"))
+    config = json.loads((short / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    (short / "config.json").write_text(json.dumps(config))
+    weights = load_file(short / "model.safetensors")
+    kept = {name: own for name, own in weights.items() if f".layers.{config['num_hidden_layers']}." not in name}
+    save_file(kept, short / "model.safetensors", {"format": "pt"})
+    assert "layers of" in refusal(head, tmp_path / "out", target=str(short))
     assert not (tmp_path / "out").exists()
