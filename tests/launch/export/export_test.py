@@ -23,6 +23,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.import_head import tied_to_target
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
+from draftsmith.launch.finished import FINISHED
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.card import model_card
@@ -120,7 +121,7 @@ def test_an_export_is_uploaded_with_its_card(exchange, tmp_path, monkeypatch, ca
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         assert main([*words, str(tmp_path / "out")]) == 0
         assert f"Uploaded to {hub.url}/me/head" in capsys.readouterr().out
-        here = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        here = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.name != FINISHED}
         assert hub.created == {"me/head": here} and {"README.md", "config.json", "model.safetensors"} <= set(here)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert main([*words, str(tmp_path / "gone")]) == 2  # the hub is gone, the directory is complete
