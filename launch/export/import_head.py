@@ -118,6 +118,8 @@ def run(config: ImportConfig, its_target: bool = False) -> Path:
     _print_result(config, format, imported)
     if bound:
         print_bound(config, format.kind)
+    else:
+        _print_next(config, format, imported)
     return config.output
 
 
@@ -276,12 +278,10 @@ def tied_to_target(imported: ImportedHead, lm_head: Tensor | None) -> list[str]:
 
 
 def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
-    """Print the result, the notes, and the next commands."""
+    """Print the result and the notes."""
     flag = "head" if format.predicts else "target"
-    out, given = shlex.quote(str(config.output)), getattr(config, flag)
-    path = shlex.quote(given) if given else flag.upper()
     notes = list(imported.notes)
-    if given is None:
+    if getattr(config, flag) is None:
         notes.append(f"no --{flag} was given: nothing is recorded of it, and other models are not refused")
     for problem in imported.problems:
         where = f"{problem.where}: {problem.text}"
@@ -289,6 +289,13 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
     print_text(f"{format.kind} head in the format of {format.system}: {config.output}")
     for note in notes:
         print_text(f"  note: {note}")
+
+
+def _print_next(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
+    """Print the next commands."""
+    flag = "head" if format.predicts else "target"
+    out, given = shlex.quote(str(config.output)), getattr(config, flag)
+    path = shlex.quote(given) if given else flag.upper()
     print_text("Next:")
     if not imported.problems:
         print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
