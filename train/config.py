@@ -31,7 +31,8 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "devices", "log_every", "keep"), (1, MOST)),
     **dict.fromkeys(("clip", "weight_decay", "minutes"), (0, math.inf)),
     **dict.fromkeys(("val_share", "warmup_share", "betas", "mix"), SHARE),
-    **dict.fromkeys(("lr", "w_acc", "w_rej", "plan_gb"), (0, math.inf, "(]")),
+    **dict.fromkeys(("lr", "w_acc", "w_rej"), (0, math.inf, "(]")),
+    **dict.fromkeys(("plan_gb", "plan_tflops"), (0, math.inf, "(]")),
     "seed": (0, 2**63 - 1),
 }
 # Shorter pieces of a sequence have too little context.
@@ -230,16 +231,18 @@ class Planning:
     """Options of planning a training.
 
     Attributes:
-        plan: Print what the training takes on --devices (memory by part and strategy, disk, steps), and train
-            nothing. --data need not exist yet.
+        plan: Print what the training takes on --devices (memory by part and strategy, disk, steps, FLOPs, hours), and
+            train nothing. --data need not exist yet.
         plan_gb: Memory of a device, GB (1e9 bytes), that a rank has to fit into. Default: this machine's GPU or memory.
+        plan_tflops: TFLOP/s that a device reaches while it trains, for the hours.
     """
 
     help_group: ClassVar[str] = "Planning"
-    help_rarely: ClassVar[tuple[str, ...]] = ("plan_gb",)
+    help_rarely: ClassVar[tuple[str, ...]] = ("plan_gb", "plan_tflops")
 
     plan: bool = volatile(False)
     plan_gb: float | None = volatile(None)
+    plan_tflops: float | None = volatile(None)
 
 
 @dataclass(frozen=True, kw_only=True)

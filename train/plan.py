@@ -1,4 +1,4 @@
-"""`draftsmith train KIND --plan`: memory, disk and steps of a drafter's training before it runs.
+"""`draftsmith train KIND --plan`: memory, disk, steps, FLOPs and hours of a drafter's training before it runs.
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artifact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
@@ -23,7 +23,8 @@ from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.store.datasets import cut_lengths, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import MANIFEST, Manifest
-from draftsmith.modules.drafters.base import DocumentParts, DraftHead
+from draftsmith.modules import flops
+from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
 from draftsmith.modules.engine.lean import MLP_ROWS
 from draftsmith.modules.formats import formats_of
 from draftsmith.modules.formats.quantized import served_memory
@@ -36,7 +37,7 @@ from draftsmith.modules.pretrained.files import check_disk
 from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.models import weight_type
 from draftsmith.modules.types import InputError, describe_error
-from draftsmith.train.config import NO_DATA, TrainDrafterConfig
+from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
@@ -49,6 +50,8 @@ STEPS_LOOKED_AT = 2000
 # Samples of an artifact that does not exist yet, their tokens, and the share that the loss counts.
 ASSUMED_SAMPLES, ASSUMED_TOKENS = 60_000, 512
 ASSUMED_LOSS_SHARE = 0.6
+# FLOPs of an epoch are extrapolated from about this many of its documents, from the shortest to the longest.
+COUNTED_DOCUMENTS = 32
 # float32 tensors the size of a chunk of logits that a loss holds at once: both models' logits, and their softmax.
 CHUNK_TENSORS = 4
 # A frozen layer's hidden states, projections and attention output, in multiples of its hidden size.
@@ -100,7 +103,7 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Costs of a training, in bytes, elements and tokens.
+    """Costs of a training, in bytes, elements, tokens and model FLOPs.
 
     part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
     most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. served:
@@ -113,6 +116,7 @@ class TrainingPlan:
     world: int
     steps_per_epoch: int
     steps: int
+    step_flops: float
     part_tokens: int
     strategy: str
     memories: dict[str, dict[str, int]]
@@ -226,6 +230,16 @@ def plan_of(
         strategy = "ddp" if world > 1 else "one process"
     shown = [key for key in LAYOUTS if key != "one process" or world == 1 or key == strategy]
 
+    # FLOPs at the end of the training, when all passes run.
+    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
+    lengths = sorted(documents.lengths)[apart // 2 :: apart]
+    _, predictions = head.loss_memory(
+        config, [(0, length, length) for length in lengths], documents.loss_share, FLOAT32
+    )
+    step_flops = head.flops(config, TrainStep(MOST, MOST, lengths, ()), round(predictions))
+    if read_in_step:
+        step_flops += flops.layers_forward(shape, lengths)
+
     (_, checkpoint, disk_bytes), tokens = saved_bytes(config, head), sum(documents.lengths)
     per_token = {dtype: token_bytes(feature_size, dtype) + INDEX_BYTES_PER_TOKEN for dtype in ("bf16", "fp8")}
     return TrainingPlan(
@@ -235,6 +249,7 @@ def plan_of(
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
+        step_flops=step_flops * tokens / sum(lengths) / order.steps_per_epoch,
         part_tokens=part_tokens,
         strategy=strategy,
         memories={key: rank_memory(process, key, world) for key in shown},
@@ -345,6 +360,7 @@ def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
         "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
         "steps": f"{plan.steps:,} steps of {per_step:,.0f} tokens, {plan.steps / plan.steps_per_epoch:.3g} epochs",
+        "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
         "largest part": f"{plan.part_tokens:,} tokens at once, on {plan.world} ranks in {config.accumulate} parts",
         "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",
         "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
@@ -366,8 +382,11 @@ def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
     title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
     print_table(Table("memory", title, columns, rows), bold="peak")
     print_text(verdict(plan, config))
+    hours, sentence = training_hours(plan, config)
+    print_text(sentence)
     values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
-    add_result(**values | {"memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}})
+    values |= {"hours": hours, "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}}
+    add_result(**values)
 
 
 def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
@@ -390,6 +409,20 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
         remedies.append(f"--accumulate {config.accumulate * math.ceil(activations / left)}")
     remedy = f"What would: {', '.join(remedies)}." if remedies else "Its weights alone are too large."
     return f"Does not fit: a rank needs {short(plan.peak)}B of {short(budget)}B. {remedy}"
+
+
+def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[float | None, str]:
+    """Return the hours of the steps, validation not counted, and a sentence about them; None if no speed is known."""
+    if config.minutes:
+        return config.minutes / 60, f"Takes {config.minutes:g} minutes, as --minutes says."
+    if config.plan_tflops is None:
+        return None, "Pass --plan-tflops, a device's speed in training, to see how long it takes."
+    speed = config.plan_tflops * 1e12
+    hours = plan.step_flops * plan.steps / plan.world / speed / 3600
+    span = f"{max(1, 60 * hours):.0f} min"
+    if hours >= 1.5:
+        span = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
+    return hours, f"Takes about {span} without validation, at {short(speed)}FLOP/s a rank."
 
 
 def short(number: float) -> str:

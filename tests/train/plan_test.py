@@ -25,7 +25,15 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import prepare
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainDrafterConfig, drafter_config
-from draftsmith.train.plan import FLOAT32, LAYOUTS, parts_in, plan_of, rank_memory, verdict
+from draftsmith.train.plan import (
+    FLOAT32,
+    LAYOUTS,
+    parts_in,
+    plan_of,
+    rank_memory,
+    training_hours,
+    verdict,
+)
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -47,7 +55,11 @@ def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, change
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
     module.trainer = data.trainer = SimpleNamespace(datamodule=data, global_step=0)
     parts = list(chain.from_iterable(data.train_dataloader()))[: plan.steps_per_epoch]
-    assert plan.part_tokens >= max(part.data.input_ids.numel() for part in parts)
+    if len(parts) == plan.steps_per_epoch:  # FLOPs of real batches, whose share of answers varies a little
+        epoch = sum(module.flops(part) for part in parts)
+        assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.03)
+    tokens = [part.data.input_ids.numel() for part in parts]
+    assert plan.part_tokens >= max(tokens)
 
 
 @pytest.mark.parametrize(("family", "extra"), [("llama", {"tie_word_embeddings": True}), ("qwen3", {})])
@@ -104,6 +116,7 @@ def test_without_data_a_plan_states_its_assumption(tmp_path, capsys, monkeypatch
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **shape}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--target", str(tmp_path), "--batch-size", "10", "--epochs", "1", "--output", str(tmp_path / "head")]
+    words += ["--plan-tflops", "0.0001"]
     assert main(["train", "eagle3", "--plan", *words, "--data", str(tmp_path / "none")]) == 0
     assert not (tmp_path / "head").exists()
     out = " ".join(capsys.readouterr().out.split())
@@ -200,3 +213,12 @@ def test_a_plan_says_whether_a_rank_fits_and_what_would(artifacts, tmp_path):
     assert plan_of(dataclasses.replace(config, accumulate=2)).peak < plan.peak
     none = eagle_config(artifacts, tmp_path / "run", plan_gb=1e-9)
     assert verdict(plan, none).endswith("Its weights alone are too large.")
+
+
+def test_a_plan_says_the_hours_at_a_speed_that_is_given(artifacts, tmp_path):
+    config = eagle_config(artifacts, tmp_path / "run", plan_tflops=0.001, devices=4)
+    plan = plan_of(config)
+    hours, sentence = training_hours(plan, config)
+    assert hours == pytest.approx(plan.step_flops * plan.steps / 4 / 1e9 / 3600) and "1 GFLOP/s" in sentence
+    assert training_hours(plan, dataclasses.replace(config, plan_tflops=None))[0] is None
+    assert training_hours(plan, dataclasses.replace(config, minutes=30.0, epochs=10))[0] == 0.5
