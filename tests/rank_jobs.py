@@ -137,8 +137,9 @@ def poisoned(row: int, how: str, most: int = 10) -> Iterator[None]:
     from draftsmith.train.acceptance import LitAcceptance
     from draftsmith.train.module import LitDrafter
 
-    def read(self: Any, part: Any, validating: bool = False) -> Any:
-        rows = [] if validating else [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
+    def read(self: Any, part: Any) -> Any:
+        train = self.trainer.datamodule.train
+        rows = [train.indices[key.index] for key in part.keys] if self.trainer.training else []
         true_loss = type(self).loss
 
         def loss(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ def poisoned(row: int, how: str, most: int = 10) -> Iterator[None]:
 
         # The loss of this part is computed next.
         self.loss = loss if row in rows else true_loss.__get__(self)
-        return true_read[type(self)](self, part, validating)
+        return true_read[type(self)](self, part)
 
     true_read = {kind: kind.read for kind in (LitAcceptance, LitDrafter)}
     with ExitStack() as patches:
