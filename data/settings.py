@@ -73,7 +73,7 @@ class Target(RemoteCode):
 
     @property
     def runs_here(self) -> bool:
-        """Whether this process, or one that it starts, computes the target."""
+        """Return whether this process, or one that it starts, computes the target."""
         return True
 
     def open(self, model: str) -> tuple[Self, Checkpoint]:

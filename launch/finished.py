@@ -1,7 +1,7 @@
 """A finished command, repeated, says so and does nothing: a script of commands continues where it was interrupted.
 
-`finished.json` in an output says which command wrote it, with which options and from which content, which files came of
-it, and what it printed. It is written last: an output without one is not finished.
+`finished.json` records the command that wrote an output, its options, hashes of its inputs and of the files that it
+wrote, and what it printed. It is written last: an output without one is not finished.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE, SAMPLE, NUM_SAMPLES = 2**26, 2**16, 64
 
 
 def run_once(name: str, run: Callable[[Any], Any], config: Any) -> Any:
-    """Run a command unless its output is what the same command wrote, and return what it returns.
+    """Run a command, unless the same command has already written its output. Return its result.
 
     Raises:
         InputError: the output was written by a command with other options, or from other content.
@@ -117,7 +117,8 @@ def state_of(name: str, config: Any, output: Path) -> dict[str, Any]:
 
         machine = hardware(pick_device("auto"))
         state["machine"] = {"cpu": machine["cpu"], "gpu": machine.get("gpu"), **package_versions()}
-    return json.loads(json.dumps(state, default=str))  # type: ignore[no-any-return]
+    as_read: dict[str, Any] = json.loads(json.dumps(state, default=str))
+    return as_read
 
 
 def parts_of(value: Any) -> list[str]:

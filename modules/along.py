@@ -1,4 +1,4 @@
-"""What a drafter would draft along a text that is there, and what of it is kept, without decoding.
+"""Drafts along a recorded text, and how many of their tokens are accepted, without decoding.
 
 `Text` is a text with the states of its target: read by the target in this process or by the server that runs it
 (`Text.read`), or of states that are stored (`Text.of`). `Text.open` gives it to a `BranchDrafter`, which then drafts

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -149,7 +149,7 @@ class MeasureTau(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if isinstance(pl_module, LitDrafter) and pl_module.config.tau_prompts and trainer.limit_val_batches:
-            pl_module.probe = tau_probe(pl_module, trainer.datamodule.val)  # type: ignore[attr-defined]
+            pl_module.probe = tau_probe(pl_module, cast(Any, trainer).datamodule.val)
 
 
 def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:

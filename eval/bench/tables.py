@@ -29,8 +29,7 @@ MACRO = "mean of tasks"
 
 
 def results_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of a run: methods at each temperature; then their drafts by place, and what they are divided
-    by."""
+    """Build the tables of a run: methods at each temperature, what is accepted by place, and a table for each `by`."""
     rows = results["methods"]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     methods, parts = list[Table](), list[Table]()
@@ -88,7 +87,7 @@ def caption(results: Mapping[str, Any]) -> str:
 
 
 def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
-    """Build the tables of replayed answers: methods, then their drafts by place, and what they are divided by."""
+    """Build the tables of replayed answers: methods, what is accepted by place, and a table for each `by`."""
     first, about, settings = rows[0], meta["answers"], meta["settings"]
     note = (
         f"Replayed: {first['prompts']} recorded answers, {first['tokens']:,} tokens, {settings['dtype']} on "

@@ -13,7 +13,6 @@ from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.pretrained.directory import read_package
 from draftsmith.modules.rotary import rope_attention_scale
-from draftsmith.modules.types import InputError
 
 HEADS = heads()
 
@@ -23,17 +22,16 @@ def test_it_is_read_and_served_as_before(name, tmp_path):
     assert outcome(HEADS[name], tmp_path / "head") == HEADS[name].outcome
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(
+    scope="module", params=[name for name, own in HEADS.items() if not own.outcome.startswith("not read here")]
+)
 def read(request, tmp_path_factory):
-    """A head, the tensors in its file, and how `import` reads it."""
+    """A head that is read, the tensors in its file, and how `import` reads it."""
     head, directory = HEADS[request.param], tmp_path_factory.mktemp("heads") / "head"
     facts = head.facts()
     tensors = write(head, facts, directory)
     package = read_package(str(directory))
-    try:
-        return head, tensors, detect(package, facts).read(package, facts)
-    except InputError as error:
-        pytest.skip(f"refused, as its outcome says: {error.field}")
+    return head, tensors, detect(package, facts).read(package, facts)
 
 
 def test_every_tensor_is_one_of_the_files(read):
