@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import json
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.process import end_with_parent
 from draftsmith.data.stages import SELF, PromptsConfig
 from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
@@ -25,10 +19,10 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text import conversations, template
 from draftsmith.data.text.conversations import TEXT_ONLY, Chat, OpenTurns
 from draftsmith.data.text.lengths import cut_to, length_name
-from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
+from draftsmith.data.text.masks import answered_ids, check_mask, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
-from draftsmith.data.text.template import Messages, RowError, TemplateInputs
+from draftsmith.data.text.template import RowError, TemplateInputs
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.reading import read_object
@@ -49,19 +43,11 @@ SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("
 
 
 class Place(NamedTuple):
-    """A selected row: the number of its source, its number there, and its id, or the error for which it is dropped.
-
-    repeated: a row before it has another id and says the same.
-    """
+    """A selected row: the number of its source, its number there, and its id, or the error for which it is dropped."""
 
     source: int
     row: int
     id: str | RowError
-    repeated: bool = False
-
-
-# Rows of prompts with their counts, or the reason for dropping them.
-Encoded = tuple[list[dict[str, Any]], Counter[str]] | RowError
 
 
 @sole_writer(shared=True)
@@ -104,15 +90,19 @@ def run(config: PromptsConfig) -> Path:
 
     def make_shard(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        places = selected[shard.start : shard.stop]
-        for place, encoded in zip(places, encode(places), strict=True):
-            if isinstance(encoded, RowError):
-                check_dropped(sources[place.source].where(place.row), encoded, config)
-                counts[f"{encoded.reason}_dropped"] += 1
+        for place in selected[shard.start : shard.stop]:
+            source = sources[place.source]
+            try:
+                if isinstance(place.id, RowError):
+                    raise place.id
+                made, own_counts = encoder.encode(place.id, source.row(place.row))
+            except RowError as error:
+                check_dropped(source.where(place.row), error, config)
+                counts[f"{error.reason}_dropped"] += 1
             else:
-                counts.update({**encoded[1], "repeated_chats": int(place.repeated)})
-                counts.update(f"of_{row['task']}" for row in encoded[0] if config.lengths)
-                for row in encoded[0]:
+                counts.update(own_counts)
+                counts.update(f"of_{row['task']}" for row in made if config.lengths)
+                for row in made:
                     check_ids(row["input_ids" if config.supervised else "prompt_ids"], vocab_size)
                     rows.append(row)
                     counts["prompt_tokens"] += len(row["prompt_ids"])
@@ -120,9 +110,8 @@ def run(config: PromptsConfig) -> Path:
             advance(1)
         return ShardContent(rows, dict(counts))
 
-    encoder = RowEncoder.of(config, target, tokenizer, sources=sources, mapping=mapping, context=context, dated=dated)
-    with in_processes(encoder, config.num_proc) as encode:
-        run_stage(plan, make_shard)
+    encoder = RowEncoder.of(config, target, tokenizer, mapping=mapping, context=context, dated=dated)
+    run_stage(plan, make_shard)
     return config.output
 
 
@@ -135,7 +124,7 @@ def one_source(name: str, config: PromptsConfig, target: Checkpoint, tokenizer: 
         return opening_rows(config.limit)
     if (Path(name) / MANIFEST).exists():
         return written_turns(Path(name), target, tokenizer)
-    return open_source(name, config.split, config.subset, config.revision, config.streaming)
+    return open_source(name, config.split, config.subset)
 
 
 def template_date(output: Path) -> str:
@@ -167,9 +156,9 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
     selected: list[Place] = []
     first_place: dict[tuple[str, str], tuple[int, int]] = {}
     first_prefix: dict[str, str] = {}
-    shared, chats = set[str](), set[bytes]()
+    shared = set[str]()
     absent = set(mapping.values())
-    places = ((number, index) for number, source in enumerate(sources) for index in source.numbers())
+    places = ((number, index) for number, source in enumerate(sources) for index in range(len(source)))
     for position, (number, index) in enumerate(places):
         source, prefix = sources[number], prefixes[number]
         try:
@@ -186,9 +175,7 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
                 found = f"the id {row_id[:80]!r}, which {sources[first[0]].where(first[1])} has too"
                 remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
                 raise RowError(found, remedy, "duplicate")
-            before = len(chats)
-            chats.add(conversations.chat_digest(row, mapping))
-            selected.append(Place(number, index, row_id, len(chats) == before))
+            selected.append(Place(number, index, row_id))
         except RowError as error:
             check_dropped(source.where(index), error, config)
             # A copy, without the frames that a traceback would keep in memory.
@@ -236,7 +223,6 @@ class RowEncoder:
     ends: Collection[int]
     between: str
     media: Sequence[str]
-    sources: Sequence[RowSource] = ()
     mapping: Mapping[str, str] = field(default_factory=dict)
     context: int | None = None
     dated: TemplateInputs = field(default_factory=dict)
@@ -246,14 +232,6 @@ class RowEncoder:
         """Make the encoder of a target's prompts. tokenizer: with their chat template. more: further fields."""
         ends = target.end_tokens if config.supervised else ()
         return cls(tokenizer, config, ends, template.part_separator(tokenizer), target.media_tokens, **more)
-
-    def __call__(self, place: Place) -> Encoded:
-        try:
-            if isinstance(place.id, RowError):
-                raise place.id
-            return self.encode(place.id, self.sources[place.source].row(place.row))
-        except RowError as error:
-            return error
 
     def encode(self, row_id: str, row: Row) -> tuple[list[dict[str, Any]], Counter[str]]:
         """Tokenize a source's row; return the prompts' rows and their counts (later_turns, ...).
@@ -288,7 +266,7 @@ class RowEncoder:
         for number, turn in enumerate(asked):
             turn_id = f"{row_id}/turn-{turn.turn}" if number else row_id
             try:
-                encoded, used = self.encode_turn(chat, turn, inputs)
+                encoded = self.encode_turn(chat, turn, inputs)
             except RowError as error:
                 # Later turns contain the same message, so they fail too.
                 if not rows or not may_drop(error, config):
@@ -301,10 +279,8 @@ class RowEncoder:
             if alone and encoded["input_ids"][: len(prompt)] != prompt:
                 counts["prompt_not_shown"] += 1
             counts["later_turns"] += len(turn.later)
-            counts["turns_not_asked"] += turn.not_asked
         counts[SPLIT] += len(rows) - 1
         counts.update(f"{name}_ignored" for name in chat.ignored)
-        counts.update(f"{name}_not_shown" for name in template.not_shown(self.tokenizer, used, inputs))
         return rows, counts
 
     def of_lengths(self, row_id: str, chat: Chat, inputs: TemplateInputs) -> list[dict[str, Any]]:
@@ -323,13 +299,13 @@ class RowEncoder:
             raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=NOT_CUT)
         return rows
 
-    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:
-        """Tokenize what is asked in one turn; return the prompt's fields and the messages that they were made from.
+    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> dict[str, Any]:
+        """Tokenize what is asked in one turn; return the prompt's fields.
 
         Raises:
             RowError: the template refuses it, it is too long, or has nothing to learn from.
         """
-        tokenizer, used = self.tokenizer, turn.opening
+        tokenizer = self.tokenizer
         prompt = template.render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
         template.check_length(tokenizer, prompt, self.context)
         encoded = prompt_fields(turn, template.encode(tokenizer, prompt), inputs)
@@ -339,57 +315,19 @@ class RowEncoder:
             # What follows the last answer has nothing to learn from.
             alone = self.config.turns != "all"
             recorded = chat.messages[: len(turn.opening) + 1] if alone else chat.messages
-            used = conversations.up_to_last("assistant", recorded)
-            conversations.check_answers(used)
-            template.check_length(tokenizer, template.render(tokenizer, used, inputs), self.context)
+            answered = conversations.up_to_last("assistant", recorded)
+            conversations.check_answers(answered)
+            template.check_length(tokenizer, template.render(tokenizer, answered, inputs), self.context)
             if alone:
-                ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
+                ids, mask = answered_ids(tokenizer, answered, inputs, self.ends)
             else:
-                ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
+                ids, mask = supervised_ids(tokenizer, answered, inputs, chat.not_learned, self.ends)
             encoded |= {"input_ids": ids, "loss_mask": mask}
             length = len(ids)
-            if alone and (written := continued_thought(prompt, used[-1])):
-                # All of this answer is shown, but a thought beside another one in its text.
-                thought = used[-1].get("reasoning_content", "").strip()
-                beside = {"role": "assistant", "content": template.PLACEHOLDER, "reasoning_content": thought}
-                used = [*turn.opening, beside] if thought not in written else turn.opening
-        elif turn.later:
-            # Messages between the later answers may not be printed either; a template that refuses one does so later.
-            answer = {"role": "assistant", "content": template.PLACEHOLDER}
-            whole = [*turn.opening, *(message for said in turn.later for message in (answer, *said))]
-            with suppress(RowError):
-                template.render(tokenizer, whole, inputs)
-                used = whole
         if self.context is not None and length > self.context:
             found = f"{length} tokens (one for an answer included), more than {self.context}"
             raise RowError(found, template.TOO_LONG_REMEDY, "overlong")
-        return encoded, used
-
-
-@contextmanager
-def in_processes(encoder: RowEncoder, num_proc: int) -> Iterator[Callable[[Sequence[Place]], Iterable[Encoded]]]:
-    """Yield what encodes rows, in their order, by this process or by `num_proc` others."""
-    if num_proc == 1:
-        yield functools.partial(map, encoder)
-        return
-    with ProcessPoolExecutor(num_proc, initializer=begin_worker, initargs=(encoder,)) as pool:
-        yield functools.partial(pool.map, encode_row, chunksize=32)
-
-
-def begin_worker(encoder: RowEncoder) -> None:
-    """Keep the encoder in a worker, which ends with the process that started it, and not by its Ctrl-C."""
-    global _encoder
-    _encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def encode_row(place: Place) -> Encoded:
-    return _encoder(place)
-
-
-_encoder: RowEncoder
+        return encoded
 
 
 def prompt_fields(turn: OpenTurns, prompt: list[int], inputs: TemplateInputs) -> dict[str, Any]:

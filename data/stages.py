@@ -44,10 +44,7 @@ class PromptsConfig(RemoteCode):
             such as train[:1%] or train[100:200] is one of a split, or of a file, which is `train`.
         tasks: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
-        streaming: Read the source row by row up to --limit, instead of fetching all of it.
-        num_proc: Processes that apply the template and tokenize.
         subset: Configuration name of a `datasets` source.
-        revision: Revision of a hub data set.
         turns: Turns that the target answers: all of the user's, each after its own answers to those before; the first;
             the last, or each by itself, after the source's answers and results of tools. A chat with results of tools
             has no all: each of its turns is answered by itself.
@@ -73,10 +70,7 @@ class PromptsConfig(RemoteCode):
     split: str | None = None
     tasks: str | None = None
     limit: int = 0
-    streaming: bool = volatile(False)
-    num_proc: int = volatile(1)
     subset: str | None = None
-    revision: str | None = None
     turns: Turns = "all"
     length: str | None = None
     supervised: bool = False
@@ -88,9 +82,7 @@ class PromptsConfig(RemoteCode):
     trust_remote_code: bool = volatile(False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_ranges(self, rows_per_shard=1, num_proc=1, limit=0, max_length=0)
-        if self.streaming and not self.limit:
-            raise InputError("limit", "0 with --streaming", "a number of rows", "Pass --limit, for example 20000.")
+        check_ranges(self, rows_per_shard=1, limit=0, max_length=0)
         if self.supervised and self.turns == "first":
             expected = "all, each or last with --supervised, which keeps recorded answers"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")

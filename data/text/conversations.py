@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.data.stages import Turns
@@ -83,13 +81,12 @@ class OpenTurns:
     """Turns of a chat that the target answers.
 
     opening: waits for the first answer. later: messages that follow each answer, up to where the next one begins. turn:
-    of the first answer among the chat's, from 1. not_asked: number of turns that it does not answer.
+    of the first answer among the chat's, from 1.
     """
 
     opening: Messages
     later: tuple[Messages, ...] = ()
     turn: int = 1
-    not_asked: int = 0
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -130,13 +127,6 @@ def column_text(row: Mapping[str, Any], column: str) -> str:
     if isinstance(value, list | tuple | Mapping):
         raise RowError(f"{column} is {value!r:.60}, expected text or a number")
     return "" if value is None else well_formed(str(value), column)
-
-
-def chat_digest(row: Mapping[str, Any], mapping: Mapping[str, str]) -> bytes:
-    """Hash what a row says: its columns but those that label it, as far as they can be JSON."""
-    labels = {column for name in ("id", "task", "split") for column in (mapping.get(name), *COLUMNS[name])}
-    said = {name: value for name, value in row.items() if name not in labels}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()
 
 
 def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> tuple[str, str]:
@@ -184,14 +174,12 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
     inputs = {name: value for name, value in inputs.items() if value}
     later: tuple[Any, ...] = ()
     spoken: list[Any] = []
-    ignored: set[str] = set()
     if shape == "turns":
         first, *others = _listed(row.get(column), column)
         messages, later = [{"role": "user", "content": _filled(first, "the first turn")}], tuple(others)
     elif shape == "messages":
         # A system turn without text is common, and means none.
-        turns, ignored = openai_turns(_listed(parse_json(row.get(column)), column))
-        turns = [_with_text(turn, between) for turn in turns]
+        turns = [_with_text(turn, between) for turn in openai_turns(_listed(parse_json(row.get(column)), column))]
         spoken = [turn for turn in turns if not (_role(turn) == "system" and turn.get("content") in (None, ""))]
         messages = [_message(turn) for turn in spoken]
         if all(message["role"] == "user" for message in messages):
@@ -204,7 +192,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
         messages += _prompt(row, mapping, shape, column)
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
-    ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
+    ignored = {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
     thoughts = ((key, turn.get(key), _thought(turn)) for turn in spoken for key in REASONING)
     ignored |= {key for key, value, read in thoughts if not _blank(value) and value != read}
     # A weight is all or nothing.
@@ -213,12 +201,12 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
     ignored |= beside.keys() | ({"history"} & readable.keys())
     # The chat's own system message is nearer to it than a column.
     if system is not None:
-        (first_turn,), unread = openai_turns([{"role": "system", "content": system}])
+        (first_turn,) = openai_turns([{"role": "system", "content": system}])
         opening = _message(_with_text(first_turn, between))
         if messages and messages[0]["role"] == "system":
             ignored |= {"system"} if opening != messages[0] else set()
         else:
-            messages, ignored = [opening, *messages], ignored | unread
+            messages = [opening, *messages]
             not_learned = [i + 1 for i in not_learned]
     # A name goes into the counts of the stage.
     names = frozenset(name if name.isidentifier() else "fields" for name in ignored)
@@ -260,9 +248,7 @@ def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
     if turns in ("each", "last") or (turns == "all" and tools):
         asked = recorded_turns(chat.messages)
         check_answers(asked[-1].opening)
-        begin = len(asked) - 1 if turns == "last" else 0
-        asked[-1] = replace(asked[-1], not_asked=begin + len(later))
-        return asked[begin:]
+        return asked[-1:] if turns == "last" else asked
 
     # Collect what is said between the assistant's turns, each stretch up to where the assistant speaks.
     stretches: list[Messages] = []
@@ -274,8 +260,8 @@ def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
             stretches.append(stretch)
             stretch = []
     stretches += later
-    first, others = stretches[0], stretches[1:]
-    return [OpenTurns(first, not_asked=len(others)) if turns == "first" else OpenTurns(first, tuple(others))]
+    first, *others = stretches
+    return [OpenTurns(first, () if turns == "first" else tuple(others))]
 
 
 def recorded_turns(messages: Messages) -> list[OpenTurns]:

@@ -43,10 +43,9 @@ A_SOURCE = "a .jsonl, .json or .parquet file, a directory or a hub id of `datase
 class RowSource:
     """Rows of a file or data set, by number.
 
-    name: of the file or data set. stored: the rows as they are stored, a `datasets.Dataset`, `StreamedRows` or a range
-    of numbers. parse: makes a row of a stored one, or raises RowError. hash_content: identifies the content.
-    split_taken: the rows are one split already. content_ids: ids are hashes of the content, so that equal ones are
-    duplicates in any source.
+    name: of the file or data set. stored: the rows as they are stored, a `datasets.Dataset` or a range of numbers.
+    parse: makes a row of a stored one, or raises RowError. hash_content: identifies the content. split_taken: the rows
+    are one split already. content_ids: ids are hashes of the content, so that equal ones are duplicates in any source.
     """
 
     name: str | Path
@@ -63,10 +62,6 @@ class RowSource:
     @functools.cached_property
     def digest(self) -> str:
         return self.hash_content()
-
-    def numbers(self) -> Iterable[int]:
-        """Return the numbers of the rows. A stream is read as they are taken."""
-        return self.stored.numbers() if isinstance(self.stored, StreamedRows) else range(len(self))
 
     def row(self, index: int) -> Row:
         """Return a row; raise RowError if it cannot be read or is no object."""
@@ -97,30 +92,6 @@ class RowSource:
         """Return the row's file and place, for errors."""
         line = self.stored[index].get("line") if self.parse is parse_line else None
         return f"{self.name}, {f'line {line}' if line else f'row {index}'}"
-
-
-class StreamedRows:
-    """Rows of a stream, which are read when their numbers are taken, and kept."""
-
-    def __init__(self, name: str, rows: Iterable[Any]):
-        self._name, self._rest, self._read = name, iter(rows), list[Any]()
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._read[index]
-
-    def numbers(self) -> Iterator[int]:
-        """Read the rows one by one, and yield their numbers."""
-        with loading(self._name):
-            for row in self._rest:
-                self._read.append(row)
-                yield len(self) - 1
-
-    def digest(self) -> str:
-        """Hash the rows that were read."""
-        return hashlib.sha256(json.dumps(self._read, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -180,14 +151,11 @@ for name, benchmark in BENCHMARKS.items():
     PRESETS |= {f"{name}/{task}" if task else name: preset for task, preset in benchmark.items()}
 
 
-def open_source(
-    path: str, split: str | None = None, subset: str | None = None, revision: str | None = None, streaming: bool = False
-) -> RowSource:
+def open_source(path: str, split: str | None = None, subset: str | None = None) -> RowSource:
     """Open a file or data set of prompts.
 
     split: of a data set, or a slice such as train[:1%], which takes a file as `train`; rows of a file are filtered by
-    their own column `split`. subset, revision: of a data set. streaming: read rows when they are asked for, without a
-    copy in the cache of `datasets`.
+    their own column `split`. subset: of a data set.
 
     Raises:
         InputError: nothing there, another kind of file, an empty one, or a split that must be named.
@@ -198,28 +166,28 @@ def open_source(
     if preset is not None and not file.exists():
         split, subset = split or preset.split, subset or preset.subset
         if preset.file:
-            source = _open_file(preset.file, split, streaming)
+            source = _open_file(preset.file, split)
             source.split_taken = True
         else:
-            source = _open_data_set(preset.hub, split, subset, revision, streaming)
+            source = _open_data_set(preset.hub, split, subset)
             source.parse = functools.partial(table_row, renamed=preset.renamed)
         log_note(f"{path}: {preset.file or preset.hub}, license {preset.license}")
     elif file.is_file():
         if file.suffix.lower() not in SUFFIXES:
             raise InputError("source", path, A_SOURCE, "Convert or unpack it.")
-        source = _open_file(resolved, split, streaming)
+        source = _open_file(resolved, split)
     # A hub id has one slash at most; anything else is a path.
     elif file.suffix.lower() in SUFFIXES or (not file.is_dir() and resolved.count("/") > 1):
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, "Check the path.")
-    elif not file.is_dir() and revision is None and looks_local(resolved):
-        remedy = f"Check the path ({file.parts[0]}/ is here; with --revision main it is the hub's)."
+    elif not file.is_dir() and looks_local(resolved):
+        remedy = f"Check the path ({file.parts[0]}/ is here, so it is not looked for on the hub)."
         raise InputError("source", f"{path}, which does not exist", A_SOURCE, remedy)
     elif (file / MANIFEST).exists():
         remedy = "Pass the data that it was made from."
         raise InputError("source", f"{path}, an artifact of this program", "chats as they were written", remedy)
     else:
-        source = _open_data_set(path, split, subset, revision, streaming)
-    if not streaming and not len(source):
+        source = _open_data_set(path, split, subset)
+    if not len(source):
         raise InputError("source", f"{path}, which is empty", "at least one row", "Check the data.")
     return source
 
@@ -293,7 +261,7 @@ def _refuse_packed(files: Iterable[Path]) -> None:
             raise InputError("source", f"{file}, a {kind} file by its content", A_SOURCE, "Unpack it.")
 
 
-def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSource:
+def _open_file(path: str, split: str | None) -> RowSource:
     """Open a file, or JSON lines at an address."""
     import datasets
 
@@ -301,7 +269,7 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
     file, suffix = Path(path).resolve(), Path(path).suffix.lower()
     is_table, is_local = suffix == ".parquet", file.is_file()
     _refuse_packed([file] if is_local else [])
-    content = file_sha256(file) if is_local and not streaming else None
+    content = file_sha256(file) if is_local else None
     with loading(path):
         if is_local and not file.stat().st_size:
             rows = datasets.Dataset.from_dict({"text": []})
@@ -313,12 +281,12 @@ def _open_file(path: str, split: str | None, streaming: bool = False) -> RowSour
             kind, options = ("parquet", {}) if is_table else ("text", {"encoding": "latin-1"})
             # A path is no pattern of names.
             files = glob.escape(str(file)) if is_local else path
-            rows = datasets.load_dataset(kind, content, data_files=files, split="train", streaming=streaming, **options)
+            rows = datasets.load_dataset(kind, content, data_files=files, split="train", **options)
             rows = rows if is_table else _number_lines(rows)
     source = _of_table(path, rows, split)
     source.parse = table_row if is_table else parse_line
-    if is_local:
-        source.hash_content = functools.partial(str, content) if content else functools.partial(file_sha256, file)
+    if content is not None:
+        source.hash_content = functools.partial(str, content)
     return source
 
 
@@ -342,10 +310,6 @@ def _read_list(path: Path) -> list[Any] | None:
 
 def _number_lines(rows: Any) -> Any:
     """Add the numbers of lines, from 1, and leave out blank ones."""
-    import datasets
-
-    if isinstance(rows, datasets.IterableDataset):
-        return ({**row, "line": n} for n, row in enumerate(rows, 1) if row["text"].strip(string.whitespace))
     trimmed = (pc.utf8_trim(chunk, characters=string.whitespace) for chunk in rows.data["text"].chunks)
     filled = np.concatenate([np.asarray(pc.not_equal(chunk, "")) for chunk in trimmed])
     # A byte-order mark alone is no row.
@@ -353,9 +317,7 @@ def _number_lines(rows: Any) -> Any:
     return rows.add_column("line", np.arange(1, len(rows) + 1)).select(np.flatnonzero(filled))
 
 
-def _open_data_set(
-    name: str, split: str | None, subset: str | None, revision: str | None, streaming: bool
-) -> RowSource:
+def _open_data_set(name: str, split: str | None, subset: str | None) -> RowSource:
     """Open a `datasets` directory or hub id."""
     import datasets
 
@@ -366,7 +328,7 @@ def _open_data_set(
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             splits = datasets.load_from_disk(str(path.resolve()))
         else:
-            splits = datasets.load_dataset(name, subset, revision=revision, streaming=streaming)
+            splits = datasets.load_dataset(name, subset)
             # Of a folder it reads the kind of file that is most frequent.
             kind = next(iter(splits.values())).info.builder_name
             others = [file for file in path.rglob("*") if KINDS.get(file.suffix.lower(), kind) != kind]
@@ -390,11 +352,6 @@ def _of_splits(name: str, splits: Mapping[str, Any], split: str | None) -> RowSo
 
     chosen = split or (next(iter(splits)) if len(splits) == 1 else "")
     expected = f"one of {', '.join(splits)}"
-    if not all(isinstance(rows, datasets.Dataset) for rows in splits.values()):
-        if chosen not in splits:
-            raise InputError("split", split, expected, "Pass --split NAME; a stream has no slices, but --limit.")
-        stream = StreamedRows(name, splits[chosen])
-        return RowSource(name, stream, table_row, stream.digest, split_taken=True)
     try:
         parts = datasets.ReadInstruction.from_spec(chosen).to_absolute({own: len(splits[own]) for own in splits})
     except (ValueError, AssertionError) as error:

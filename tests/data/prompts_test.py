@@ -102,16 +102,13 @@ SLICES = {"train[:50%]": ROWS[:3], "train[4:]": ROWS[4:], "train[:1]+train[-1:]"
 def test_the_same_rows_from_every_kind_of_source(tmp_path, name):
     path = str(write_source(tmp_path / name, ROWS))
     source = open_source(path)
-    assert [source.row(i) for i in source.numbers()] == ROWS and not datasets.are_progress_bars_disabled()
+    assert [source.row(i) for i in range(len(source))] == ROWS and not datasets.are_progress_bars_disabled()
     assert open_source(path).digest == source.digest
     other = open_source(str(write_source(tmp_path / f"other-{name}", ROWS[:-1])))
     assert other.digest != source.digest
     for split, rows in SLICES.items():
         source = open_source(path, split)
-        assert [source.row(i) for i in source.numbers()] == rows and source.split_taken
-    if "." in name:
-        stream = open_source(path, streaming=True)
-        assert [stream.row(i) for i in stream.numbers()] == ROWS
+        assert [source.row(i) for i in range(len(source))] == rows and source.split_taken
     for split in ("train[:x]", "test[:1]"):
         with pytest.raises(InputError, match=r"expected one of train\. Pass --split NAME, or a slice such as train\["):
             open_source(path, split)
@@ -158,27 +155,9 @@ def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path, monkeypatch, 
     assert re.search(r"folder: 2 files are not read, such as (b\.jsonl|c\.csv)\. Name", capsys.readouterr().err)
 
 
-def test_a_line_keeps_its_number_in_a_slice_and_a_stream(tmp_path):
+def test_a_line_keeps_its_number_in_a_slice(tmp_path):
     path = str(write_source(tmp_path / "x.jsonl", ROWS))
     assert open_source(path, "train[2:]").where(0) == f"{path}, line 5"
-    stream = open_source(path, streaming=True)
-    assert [stream.where(i) for i in stream.numbers()][-1] == f"{path}, line 11"
-
-
-def test_streams_and_processes_make_the_same_prompts(pair, tmp_path):
-    rows = [*ROWS, {"prompt": 7}, {"prompt": "x" * (2 * CONTEXT)}, *({"prompt": f"Ho {i}"} for i in range(40))]
-    path = str(write_source(tmp_path / "x.jsonl", rows))
-
-    def made(output: str, **settings) -> tuple[list[dict], dict[str, int]]:
-        config = PromptsConfig(path, str(pair[0]), tmp_path / output, invalid="drop", overlong="drop", **settings)
-        manifest = Manifest.read(run(config))
-        return Rows(manifest).read(0, 99), manifest.counts
-
-    kept, counts = made("one", limit=44)
-    assert len(kept) == 42 and counts["overlong_dropped"] == counts["invalid_dropped"] == 1
-    assert made("stream", limit=44, streaming=True) == made("two", limit=44, num_proc=2) == (kept, counts)
-    with pytest.raises(InputError, match="limit: found 0 with --streaming, expected a number of rows"):
-        made("all", streaming=True)
 
 
 def test_without_a_network_a_hub_id_is_one_line(monkeypatch):
@@ -325,12 +304,6 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(mak
         "0000002",
     ]
     assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
-
-
-def test_chats_that_say_the_same_are_kept_and_counted(make, tmp_path):
-    same = {"messages": HI}
-    rows = [same, {**same, "id": "x", "task": "edit"}, {**same, "tools": [{"name": "ls"}]}, {"messages": HI[:1]}, same]
-    assert len(make(rows)) == 5 and Manifest.read(tmp_path / "out").counts["repeated_chats"] == 2
 
 
 def test_of_a_text_far_beyond_the_context_the_beginning_is_tokenized(make, monkeypatch, tmp_path):
