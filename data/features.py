@@ -23,7 +23,7 @@ import torch
 from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
-from draftsmith.data.engines.vllm_states import ServedStates, Stored, VllmStates
+from draftsmith.data.engines.vllm_states import ServedStates, Stored
 from draftsmith.data.ranks import check_one_process, place
 from draftsmith.data.responses import text_columns
 from draftsmith.data.stages import FeaturesConfig, check_drafter
@@ -69,7 +69,7 @@ def run(config: FeaturesConfig) -> Path:
     (config, target), lm = config.open(config.target), None
     if config.device_map:
         check_one_process()
-    if config.engine != "vllm":
+    if config.server is None:
         lm = load_lm(target, **config.loading, device_map=config.device_map)
         note_slow_dtype(lm)
     info, manifest = target.info, open_texts(config.data, target)
@@ -126,10 +126,10 @@ def open_states(
     plan: StagePlan,
     rows: Rows,
     aux_layers: tuple[int, ...],
-) -> Iterator[OwnStates | VllmStates | ServedStates | None]:
-    """Open what computes the states: our own engine, vLLM in processes of its own, or vLLM at a server.
+) -> Iterator[OwnStates | ServedStates | None]:
+    """Open what computes the states: our own engine, or vLLM at a server.
 
-    Yields None if nothing is left to read: then no vLLM is started.
+    Yields None if nothing is left to read: then no server is needed.
     """
     if lm is not None:
         own = OwnStates(lm, aux_layers, config)
@@ -144,13 +144,8 @@ def open_states(
         yield None
         return
     layers = aux_layers or (final_state(target.shape.num_layers),)
-    source: VllmStates | ServedStates
-    if config.server is not None:
-        source = ServedStates(config.server, config.output)
-    else:
-        how = (config.dtype, config.feature_dtype, config.output, config.vllm_args, config.trust_remote_code)
-        source = VllmStates(target, layers, *how)
-    with source:
+    assert config.server is not None
+    with ServedStates(config.server, config.output) as source:
         examples = rows.read(0, min(ANSWERED_ROWS, len(rows)))
         texts, masks = ([row[name] for row in examples] for name in ("input_ids", "loss_mask"))
         recorded = Recorded(texts, masks, plan.sampling)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -18,7 +16,6 @@ from draftsmith.data.console import Advance, log_note, print_text
 from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
 from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import OwnEngine, set_threads
-from draftsmith.data.engines.vllm import VllmEngine
 from draftsmith.data.ranks import place
 from draftsmith.data.stages import ResponsesConfig
 from draftsmith.data.store.datasets import answer_lengths
@@ -52,11 +49,6 @@ FIELDS = (
     Field("retokenized", "bool"),
     Field("task", "string"),
 )
-
-
-# Between two reports of progress.
-ADVANCE_EVERY_S = 1.0
-InProcess = OwnEngine | VllmEngine
 
 
 def text_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +106,7 @@ def run(config: ResponsesConfig) -> Path:
 
 def open_engine(
     config: ResponsesConfig, target: Checkpoint, manifest: Manifest, prompts: Rows
-) -> AbstractContextManager[InProcess | ServerEngine]:
+) -> AbstractContextManager[OwnEngine | ServerEngine]:
     """Open the engine that `config.engine` names. manifest: of the prompts."""
     settings = AnswerSettings(target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
@@ -128,16 +120,13 @@ def open_engine(
             room = manifest.config.get("max_length") or target.shape.max_position or room
         slots = min(config.batch_size, len(prompts))
         return llamacpp_server(settings, config.engine_path, slots, room, config.num_threads)
-    if config.engine == "vllm":
-        return VllmEngine(settings, config.dtype, config.vllm_args, config.trust_remote_code)
-
     # The weights are packed, as decoding reads them.
     lm = load_lm(settings.target, **config.loading, packed=True)
     return nullcontext(OwnEngine(settings, lm, config.batch_size))
 
 
 def answer_shard(
-    engine: InProcess, prompts: Rows, begin: BeginConversation, shard: Shard, advance: Advance
+    engine: OwnEngine, prompts: Rows, begin: BeginConversation, shard: Shard, advance: Advance
 ) -> ShardContent:
     """Answer a shard in rounds: the first turns of all conversations, then the second ones, and so on."""
     # Batches hold rows of one shard only, and the drafter begins anew with each shard: the rows that share a batch, and
@@ -155,15 +144,9 @@ def answer_shard(
         for number, conversation in waiting:
             row = conversation.to_prompt_row()
             turns.append(PendingTurn(number, conversation.turn, row["id"], row["prompt_ids"]))
-        # Answers come in the order of completion; vLLM's come all at once, and a rate in their midst would mislead.
-        done, since = 0.0, math.inf
+        # Answers come in the order of completion.
         for i, answer in engine.answers(turns):
             number, conversation = waiting[i]
             conversation.add_answer(answer)
-            done, now = done + shares[number], time.monotonic()
-            since = min(since, now)
-            if now - since > ADVANCE_EVERY_S:
-                advance(done)
-                done, since = 0.0, now
-        advance(done)
+            advance(shares[number])
     return shard_content([conversation for _, conversation in conversations])

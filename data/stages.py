@@ -112,8 +112,8 @@ class ServerConfig:
     Attributes:
         server: Its address, such as http://127.0.0.1:8000, with a path where that is not /v1.
         server_model: Name of the model at the server; default: the value of `target`.
-        dialect: vllm sends and receives token ids, and so does llamacpp, at llama-server's own endpoint; openai sends
-            chat messages, receives text, and has no top_k.
+        dialect: vllm sends token ids to OpenAI's completions, as vLLM and SGLang take them; llamacpp asks the own
+            endpoint of llama-server.
         concurrency: Requests in flight at once.
         timeout_s: Longest wait for one whole reply, in seconds.
         retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
@@ -128,7 +128,7 @@ class ServerConfig:
 
     server: str = volatile("http://127.0.0.1:8000")
     server_model: str | None = volatile(None)
-    dialect: Literal["vllm", "llamacpp", "openai"] = "vllm"
+    dialect: Literal["vllm", "llamacpp"] = "vllm"
     concurrency: int = volatile(32)
     timeout_s: float = volatile(ANSWER_S)
     retries: int = volatile(6)
@@ -155,9 +155,9 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         data: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: own: in process, with our own batching. vllm: in process, with vLLM's. llamacpp: by
-            llama.cpp's server, which is started with the target's GGUF file and answers `batch_size` prompts at a time.
-            openai: through a running server, OpenAI-compatible or llama.cpp's.
+        engine: own: in process, with our own batching. llamacpp: by llama.cpp's server, which is started with the
+            target's GGUF file and answers `batch_size` prompts at a time. openai: through a running server: vLLM,
+            SGLang, llama.cpp or another.
         max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
         ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
             from. Then only the first turn of a conversation is answered.
@@ -167,8 +167,6 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         rows_per_shard: Prompts per shard; what a killed run loses at most.
         chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
             tokenizer's own nor still at its former path.
-        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8,
-            "speculative_config": {...}}.
         engine_path: llama-server, for engine llamacpp. Default: that of `make engines` in this directory, or one on the
             PATH.
     """
@@ -176,7 +174,7 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
     data: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    engine: Literal["own", "vllm", "llamacpp", "openai"] = "own"
+    engine: Literal["own", "llamacpp", "openai"] = "own"
     temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
@@ -185,13 +183,11 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
     batch_size: int = 32
     rows_per_shard: int = 256
     chat_template: Path | None = volatile(None)
-    # Its content is compared.
-    vllm_args: Path | None = volatile(None)
     engine_path: Path | None = volatile(None)
 
     @property
     def runs_here(self) -> bool:
-        return self.engine in ("own", "vllm")
+        return self.engine == "own"
 
     def __post_init__(self) -> None:
         check_ranges(self, max_new_tokens=1, batch_size=1, rows_per_shard=1, limit=0, num_threads=0)
@@ -199,8 +195,6 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         if self.engine != "openai":
             names = [field.name for field in dataclasses.fields(ServerConfig)]
             check_left_out(self, names, f"with --engine {self.engine}", "--engine openai, which asks a server")
-        if self.engine != "vllm":
-            check_left_out(self, ["vllm_args"], f"with --engine {self.engine}", "--engine vllm")
         # Check the sampling settings before anything is loaded.
         _ = self.sampling
 
@@ -269,11 +263,8 @@ class FeaturesConfig(StageTarget):
         tokens_per_batch: Tokens read together, padding included; a longer row is read alone.
         rows_per_shard: Rows per shard; the features of four shards are in memory at once.
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
-        engine: own reads with our loaders; vllm is for targets of any size: in processes that vLLM starts, or at
-            --server.
         device_map: Spread the layers of a target larger than a GPU over those of this process, by transformers.
-        vllm_args: JSON file of further arguments of vllm.LLM, for engine vllm: {"tensor_parallel_size": 8, ...}.
-        server: Address of a vLLM server that `draftsmith launch vllm` has started, for engine vllm.
+        server: Address of a vLLM server that `draftsmith launch vllm` has started, for targets of any size.
     """
 
     data: Path = volatile()
@@ -285,10 +276,8 @@ class FeaturesConfig(StageTarget):
     tokens_per_batch: int = 8192
     rows_per_shard: int = 128
     feature_dtype: FeatureDtype = "bf16"
-    engine: Literal["own", "vllm"] = "own"
     device_map: bool = volatile(False)
-    vllm_args: Path | None = volatile(None)
-    server: str | None = volatile(None)
+    server: str | None = volatile(None, presence=True)
 
     @property
     def runs_here(self) -> bool:
@@ -297,13 +286,8 @@ class FeaturesConfig(StageTarget):
     def __post_init__(self) -> None:
         check_ranges(self, tokens_per_batch=1, rows_per_shard=1, limit=0, num_threads=0)
         check_drafter(self.drafter)
-        if self.engine != "vllm":
-            check_left_out(self, ["vllm_args", "server"], f"with --engine {self.engine}", "--engine vllm")
-            return
-        check_left_out(self, ["loader"], "with --engine vllm", "none: vLLM runs the target")
-        if self.device_map:
-            remedy = 'Pass --vllm-args with {"tensor_parallel_size": 8}.'
-            raise InputError("device_map", "on, with --engine vllm", "off", remedy)
+        if self.server is not None:
+            check_left_out(self, ["loader", "device_map"], "with --server", "none: the server runs the target")
 
 
 @dataclass(frozen=True)

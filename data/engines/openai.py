@@ -1,4 +1,4 @@
-"""Responses from a running server: vLLM, SGLang or any other OpenAI-compatible one. llama.cpp's: `llamacpp.py`.
+"""Responses from a running server whose completions take token ids: vLLM, SGLang. llama.cpp's: `llamacpp.py`.
 
 A server samples with its own random numbers, so a rebuilt shard can hold other tokens, with seeds or without. Returned
 token ids are stored; if only text comes back, it is tokenized again and the row is marked.
@@ -7,7 +7,6 @@ token ids are stored; if only text comes back, it is tokenized again and the row
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,13 +28,11 @@ from draftsmith.modules.pretrained.tokenizers import closing_tokens
 from draftsmith.modules.types import InputError
 
 TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
-HIDDEN_PARTS = ("reasoning_content", "reasoning", "tool_calls")
 REPLY = {
     "choices": [
         {
             "finish_reason": str,
             "text?": (str, None),
-            "message?": {"content?": (str, None)},
             "token_ids?": ([int], None),
         }
     ],
@@ -47,7 +44,7 @@ REPLY = {
 class ServerEngine:
     """Requests to a server and checks of its replies.
 
-    template: hash of the prompts' chat template; messages go through the server's own.
+    template: hash of the prompts' chat template.
     """
 
     def __init__(self, server: ServerConfig, settings: AnswerSettings, template: str):
@@ -64,15 +61,6 @@ class ServerEngine:
         self.vocab_size = settings.target.shape.vocab_size
         # The weights are at the server: only their configuration is known here.
         self.identity: dict[str, dict[str, str]] = {"target": {"config": config_hash(settings.target.config)}}
-        if server.dialect == "openai":
-            remedy = "Pass --dialect vllm, or generate in process."
-            if settings.ignore_eos:
-                raise InputError("ignore_eos", "dialect openai", "a server that supports it: vllm", remedy)
-            if self.params.top_k:
-                raise InputError("top_k", self.params.top_k, "0: the OpenAI protocol has no top_k", remedy)
-            if template != template_hash(self.tokenizer):
-                found = "prompts with another one than the server's"
-                raise InputError("chat_template", found, "the target's own", remedy)
 
     def limit(self, row: dict[str, Any]) -> int:
         """Return the most response tokens that fit behind this prompt."""
@@ -84,8 +72,6 @@ class ServerEngine:
         params = self.params
         body = {"model": self.model, "seed": self.settings.row_seed(number, turn), "max_tokens": self.limit(row)}
         body |= {"temperature": params.temperature, "top_p": params.top_p}
-        if self.server.dialect == "openai":
-            return "chat/completions", body | chat_body(row)
         body |= {"prompt": row["prompt_ids"], "top_k": params.top_k or -1, "return_token_ids": True}
         # The model's generation config may set another penalty.
         body |= {"repetition_penalty": 1.0, "ignore_eos": self.settings.ignore_eos}
@@ -98,7 +84,7 @@ class ServerEngine:
 
         Raises:
             RowError: another shape, tokens outside the vocabulary or too many, or parts that contradict each other.
-            InputError: another model or chat template replied, so that no reply is usable.
+            InputError: another model replied, so that no reply is usable.
         """
         for wrong, expected in misfits(reply, REPLY):
             raise RowError(f"a reply with {wrong}, expected {expected}; check --server and --dialect")
@@ -112,19 +98,13 @@ class ServerEngine:
             raise InputError("server_model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
         is_other = choice.get("prompt_token_ids") not in (None, row["prompt_ids"])
         if is_other or num_prompt not in (None, expected_prompt):
-            remedy = "Serve the same model and chat template as --target, or pass --dialect vllm."
             found = f"{num_prompt} tokens at the server{', other ones' if is_other else ''}"
-            raise InputError(f"prompt {number}", found, f"{expected_prompt}, as here", remedy)
+            raise InputError(f"prompt {number}", found, f"{expected_prompt}, as here", "Serve the model of --target.")
 
-        message, limit, count = choice.get("message", {}), self.limit(row), usage.get("completion_tokens")
+        limit, count = self.limit(row), usage.get("completion_tokens")
         if count is not None and not 0 <= count <= limit:
             raise RowError(f"completion_tokens {count:,}, expected at most {limit:,}")
-        # The text must be all that was sampled.
-        for part in HIDDEN_PARTS:
-            if message.get(part):
-                raise RowError(f"a part in {part}; serve without a parser, or pass --dialect vllm")
-
-        text, ids = choice.get("text", message.get("content")), choice.get("token_ids")
+        text, ids = choice.get("text"), choice.get("token_ids")
         read_text = text if ids is None else None
         ids = self._ids_of(text, ids, limit, count)
         # A text has no end token, and a server may leave it out of the ids: its count of tokens tells. vLLM and SGLang
@@ -166,28 +146,6 @@ class ServerEngine:
 def squeezed(text: str) -> str:
     """Remove what two decoders of the same ids may write otherwise: blanks, and halves of characters."""
     return "".join(text.replace("\ufffd", "").split())
-
-
-def chat_body(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the messages of a request, and what the server's template reads beside them.
-
-    Raises:
-        InputError: prompts of another day than the server's, with a template that shows the date.
-    """
-    inputs, messages = json.loads(row.get("template_inputs", "{}")), json.loads(row["messages"])
-    if inputs.get("date") not in (None, today := datetime.date.today().isoformat()):
-        found, remedy = f"prompts of {inputs['date']}", "Pass --dialect vllm, or make the prompts again."
-        raise InputError("chat_template", found, f"{today}, which the server's template shows", remedy)
-    # vLLM reads thoughts of earlier turns under another name than SGLang and llama.cpp.
-    for message in messages:
-        message |= {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {}
-    # The protocol has arguments as JSON text.
-    for call in (call for message in messages for call in message.get("tool_calls", ())):
-        function = call.get("function")
-        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
-            function["arguments"] = json.dumps(function["arguments"])
-    beside = {"tools": inputs.get("tools"), "chat_template_kwargs": inputs.get("variables")}
-    return {"messages": messages} | {name: value for name, value in beside.items() if value}
 
 
 def check_sampled(ids: Sequence[int], limit: int, vocab_size: int) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.console import log_note
-from draftsmith.data.engines.vllm_states import ROUNDING, LogProbs, ServedStates, VllmStates
+from draftsmith.data.engines.vllm_states import ROUNDING, LogProbs, ServedStates
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.layerwise import read_layerwise
@@ -81,7 +81,7 @@ def proof_row(rows: Sequence[Sequence[int]]) -> list[int]:
     return list(itertools.chain(*rows))[: min(LONGEST_PROVED, max(map(len, rows)))]
 
 
-def prove_teacher(source: VllmStates | ServedStates, outer: OuterLM, rows: Sequence[Sequence[int]]) -> Proof:
+def prove_teacher(source: ServedStates, outer: OuterLM, rows: Sequence[Sequence[int]]) -> Proof:
     """Find how the target's logits follow from vLLM's last state, and have it store the state behind that norm.
 
     One request brings the state before the norm and the log-probabilities that vLLM itself gives; a second one proves
@@ -132,7 +132,7 @@ def reference_of(row: Sequence[int], log_probs: LogProbs) -> Reference:
 
 
 def prove_served(
-    source: VllmStates | ServedStates,
+    source: ServedStates,
     outer: OuterLM,
     recorded: Recorded,
     layers: Sequence[int],
@@ -242,7 +242,7 @@ def divergence(reference: Reference, logits: Tensor) -> tuple[float, float]:
     return (p.exp() * (p - q)).sum(-1).mean().item(), (behind > TIE).double().mean().item()
 
 
-def compare_answers(source: VllmStates | ServedStates, recorded: Recorded) -> Served:
+def compare_answers(source: ServedStates, recorded: Recorded) -> Served:
     """Ask a server for the log-probabilities of recorded answers, and compare them with how these were sampled.
 
     Each token of a greedy answer is the likeliest, but for ties. Sampled tokens have, in the mean, the log-probability

@@ -68,6 +68,13 @@ class Server:
             raise self._error(path, found, f"{expected}, of {self.kind}")
         return reply
 
+    def served_model(self) -> tuple[str, int | None]:
+        """Return the name of the model that the server has, and its longest sequence in tokens, if it says."""
+        models = self.json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
+        if not models:
+            raise InputError("server", f"{self.url} without a model", self.kind, READ_LOG)
+        return models[0]["id"], models[0].get("max_model_len")
+
     def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Get a page, or post `body` to it, and return its content."""
         method, limit_s = ("GET", INFO_S) if body is None else ("POST", self.config.timeout_s)

@@ -1,4 +1,4 @@
-"""Hidden states of a target that vLLM runs: in a process that is started here, or in a server that others started.
+"""Hidden states of a target that a vLLM server runs (`draftsmith launch vllm`).
 
 vLLM reads every row as a prompt and writes its states to a spool (data/engines/vllm_connector.py). Reading finished
 rows a second time was faster than keeping the states while they are generated, where vLLM verifies a dummy draft token
@@ -9,35 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
-from draftsmith.data.engines.vllm import open_llm
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import FeatureDtype
 from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.spool import SpoolReader, row_name
 from draftsmith.data.text.template import RowError
-from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.files import make_directory
 from draftsmith.modules.targets.proof import TOP
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
-# Begin of the name of a spool in a stage's output.
-SPOOL = ".states.tmp-"
 # Releases that have the states' cache and were read; 0.32 was run.
 RELEASES = ((0, 32), (0, 34))
 # How long a row may take after vLLM has read it, and how often it is asked for.
@@ -56,8 +47,7 @@ def check_release(version: str) -> None:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not RELEASES[0] <= numbers < RELEASES[1]:
         expected = " to ".join(".".join(map(str, release)) for release in RELEASES)
-        remedy = "Install one of these, or pass --loader auto."
-        raise InputError("engine", f"vLLM {version}", f"a version from {expected}", remedy)
+        raise InputError("server", f"vLLM {version}", f"a version from {expected}", "Serve with one of these.")
 
 
 def connector_options(
@@ -88,81 +78,6 @@ def connector_options(
     }
 
 
-class VllmStates(AbstractContextManager["VllmStates"]):
-    """vLLM in processes that end with the context. args: JSON file with further arguments of `vllm.LLM`.
-
-    Attributes:
-        about: vLLM's version and `args`, for the manifest.
-        readout, teacher: norm of the last state, and its proof for the manifest (`prove_teacher`). Before it, states
-            are as vLLM has them.
-    """
-
-    readout: Readout | None = None
-    teacher: dict[str, Any] | None = None
-
-    def __init__(
-        self,
-        target: Checkpoint,
-        layers: Sequence[int],
-        dtype: str,
-        feature_dtype: FeatureDtype,
-        output: Path,
-        args: Path | None = None,
-        trust_remote_code: bool = False,
-    ):
-        """output: directory whose disk the states pass through."""
-        self._stack = ExitStack()
-        # Left by a killed run.
-        for leftover in make_directory(output).glob(f"{SPOOL}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        spool = tempfile.TemporaryDirectory(prefix=SPOOL, dir=output)
-        directory = Path(self._stack.enter_context(spool))
-        if importlib.util.find_spec("vllm") is not None:
-            check_release(importlib.metadata.version("vllm"))
-        options = connector_options(layers, target.shape.num_layers, directory, feature_dtype)
-        self._llm, arguments = open_llm(target, dtype, args, trust_remote_code, options)
-        self._stack.callback(self._llm.llm_engine.engine_core.shutdown)
-        self.about = {"vllm": importlib.metadata.version("vllm"), **arguments}
-        self._reader = SpoolReader(directory, "rows")
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def read(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, Stored]]:
-        """Yield the numbers of rows [T], each with its encoded states, in their order."""
-        names = [row_name(row) for row in rows]
-        waiting = {name: row for name, row in zip(names, rows, strict=True) if self._reader.expect(name)}
-        self._generate(list(waiting.values()))
-        for number, name in enumerate(names):
-            yield number, self._take(name)
-
-    def read_with_log_probs(self, row: Sequence[int]) -> tuple[Stored, LogProbs]:
-        """Return the states of a row [T], unrounded, and vLLM's own log-probabilities of its tokens."""
-        self._reader.expect(row_name(row))
-        (output,) = self._generate([row], prompt_logprobs=TOP)
-        places = [{token: value.logprob for token, value in place.items()} for place in output.prompt_logprobs[1:]]
-        return self._take(row_name(row)), places
-
-    def _generate(self, rows: Sequence[Sequence[int]], **params: Any) -> list[Any]:
-        from vllm import SamplingParams
-
-        unrounded = "prompt_logprobs" in params
-        extra = {"kv_transfer_params": {"spool": "rows", "unrounded": unrounded, **norm_words(self.readout)}}
-        params |= {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "extra_args": extra}
-        prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        return self._llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
-
-    def _take(self, name: str) -> Stored:
-        """Wait for a row that vLLM has read."""
-        late = time.monotonic() + LATE_S
-        while not self._reader.arrived(name):
-            if time.monotonic() > late:
-                found = f"no states of a row {LATE_S:.0f} s after it was read"
-                raise InputError("engine", found, "its states", "Read what vLLM has printed above.")
-            time.sleep(0.005)
-        return self._reader.take(name)
-
-
 class ServedStates(AbstractContextManager["ServedStates"]):
     """Client of a running vLLM server that has our connector. Rows are requested ahead of time and taken later.
 
@@ -170,7 +85,8 @@ class ServedStates(AbstractContextManager["ServedStates"]):
 
     Attributes:
         about: vLLM's version, for the manifest.
-        readout, teacher: as of `VllmStates`.
+        readout, teacher: norm of the last state, and its proof for the manifest (`prove_teacher`). Before it, states
+            are as vLLM has them.
         asked: requests without a reply.
         url, model: address without /v1, and the model's name there.
         context: most tokens of a row, if the server says.
@@ -196,11 +112,9 @@ class ServedStates(AbstractContextManager["ServedStates"]):
         check_release(version)
         self.about = {"vllm": version}
         self.url = self._server.url
-        if not (models := self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": int}]})["data"]):
-            raise InputError("server", f"{self.url} without a model", "the target", "Start it with one.")
-        self.model = models[0]["id"]
+        self.model, most = self._server.served_model()
         # It reads a row as a prompt, behind which it answers a token.
-        self.context = most - 1 if (most := models[0].get("max_model_len")) else None
+        self.context = most - 1 if most else None
         # Last, as nothing would close them after an error.
         self._slots = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()

@@ -99,10 +99,8 @@ class VllmClient:
         self._server = Server(ServerConfig(server=url), "a vLLM server", root=True)
         self.url = self._server.url
         self._metrics = metrics
-        models = self._server.json("v1/models", {"data": [{"id": str, "max_model_len?": (int, None)}]})["data"]
-        if not models:
-            raise InputError("server", f"{self.url} without a model", "a vLLM server", READ_LOG)
-        self._model, self.length = models[0]["id"], models[0].get("max_model_len") or 0
+        self._model, most = self._server.served_model()
+        self.length = most or 0
         server = ServerConfig(server=f"{self.url}/v1", server_model=self._model)
         params = SamplingParams(temperature)
         self._engine = ServerEngine(server, AnswerSettings(opened(target), params, max_new_tokens, False, 0), "")

@@ -57,7 +57,7 @@ SETTINGS_OF = {
     "gptq": {"checkpoint_format": "none gptq gptq_v2", "format": "none gptq gptq_v2"},
 }
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of eight numbers in a word of AutoAWQ
-RUN_IT = "data responses --engine vllm, train --server URL, eval served --engine vllm"
+RUN_IT = "data responses --engine openai, train --server URL, eval served --engine vllm"
 SERVED = f"Use the model that it was made from, or let vLLM run it: {RUN_IT}."
 
 

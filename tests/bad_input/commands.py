@@ -26,8 +26,6 @@ ROWS = [
         ("an eagle head", "llamacpp")),
     # Stages on what is no artifact, or another one.
     Row("responses: prompts of another kind", f"data responses --data {{features}} {TARGET}{OUT}", ("features",)),
-    Row("responses: vLLM is not installed", f"data responses --data {{prompts}} {TARGET}{OUT}--engine vllm",
-        ("engine", "draftsmith[vllm]")),
     Row("acceptance: no drafter", f"data acceptance --data {{responses}} {TARGET}{OUT}", ("--head",)),
     Row("train: a server and readers", f"{TRAIN} --server http://h --num-workers 2", ("server", "num_workers 2")),
     Row("launch vllm: no target", "launch vllm", ("target", "--target")),

@@ -98,9 +98,6 @@ ROWS = [
     Row("a tree of one long path", TREE, ("x.yaml: path [0, 0,", ", expected a list of paths"),
         file(b"[[" + b"0," * 9999 + b"]]", "x.yaml")),
     Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
-    Row("end tokens that a server cannot ignore",
-        "data responses --data {prompts} --target {target} --output {out} --engine openai --dialect openai "
-        "--ignore-eos", ("ignore_eos",)),
     # Ids and numbers.
     Row("draft, sampled", DECODE + "spec:k=3 --head {broken} --temperature 1",
         ("draft: found", "position", "prompt on the command line"), broken("draft")),

@@ -4,27 +4,27 @@ logits is found, and a wrong one is refused. Run by `make test-engines`."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from exported import FIGURES
-from states_vllm_cpu_test import ARGS, serving
+from states_vllm_cpu_test import serving
 from torch import Tensor
 
 # Shared with the tests that need no engine.
 sys.path.append(str(Path(__file__).parents[1]))
 from twins import LAYERS, TWINS, save_twin, states_of
 
-from draftsmith.data.engines import vllm_states
+from draftsmith.data.engines import served_proof
 from draftsmith.data.engines.served_proof import Recorded, prove_served, prove_teacher
-from draftsmith.data.engines.vllm import family_arguments
-from draftsmith.data.engines.vllm_states import ServedStates, VllmStates
+from draftsmith.data.engines.vllm_serve import family_arguments
+from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.store.feature_codec import decode
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_outer
@@ -40,7 +40,7 @@ ROW = torch.randint(2, 512, (128,), generator=GENERATOR).tolist()
 BF16 = ("qwen3_5", "qwen3_next")
 
 
-def compare(source: VllmStates | ServedStates, model: torch.nn.Module) -> list[float]:
+def compare(source: ServedStates, model: torch.nn.Module) -> list[float]:
     """Distance of the stored states of each layer to transformers', median over tokens, as a share of their length."""
     ((_, stored),) = source.read([ROW])
     states = decode(stored).float().unflatten(-1, (len(READ), -1))
@@ -53,21 +53,20 @@ def compare(source: VllmStates | ServedStates, model: torch.nn.Module) -> list[f
     return [away(column, layer).median().item() for column, layer in enumerate(READ)]
 
 
-@pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM fork this process, which has imported it: on CPUs it spawns others, which import for 15 s each."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda *_: fork)
+@contextmanager
+def states_server(target: Path, layers: Sequence[int], dtype: str = "float32") -> Iterator[ServedStates]:
+    """A server of these layers' states, and its client."""
+    words = ["--target", str(target), "--layers", *map(str, layers), "--dtype", dtype]
+    directory = target.with_name(f"{target.name}-states")
+    with serving(directory, words) as server, ServedStates(server.url, directory) as source:
+        yield source
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("name", TWINS)
 def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str, tmp_path: Path, monkeypatch):
     model = save_twin(name, tmp_path / "target")
-    args = tmp_path / "args.json"
-    args.write_text(json.dumps(ARGS))
     outer = load_outer(str(tmp_path / "target"))
-    with VllmStates(Checkpoint(tmp_path / "target"), READ, "float32", "bf16", tmp_path / "out", args) as source:
+    with states_server(tmp_path / "target", READ[:-1]) as source:
         proof = prove_teacher(source, outer, [ROW])
         distances = compare(source, model)
         FIGURES.append(f"{name}: {proof}; states off by {', '.join(f'{own:.2%}' for own in distances)}")
@@ -81,18 +80,15 @@ def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str,
             return (readout for readout in candidates(config) if readout.norm != right.norm)
 
         source.readout = None
-        monkeypatch.setattr(vllm_states, "candidates", others)
+        monkeypatch.setattr(served_proof, "candidates", others)
         with pytest.raises(InputError, match="teacher: found"):
             prove_teacher(source, outer, [ROW])
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "glm4_moe"])
 def test_vllm_runs_the_target_and_another_model_is_refused(name: str, dtype: str, tmp_path: Path):
     """The server has another rotary base, or takes fewer experts of a mixture."""
-    args = tmp_path / "args.json"
-    args.write_text(json.dumps(ARGS))
     right, other = tmp_path / "right", tmp_path / "other"
     if name == "llama":
         shutil.copytree(Checkpoint("embedded:target").directory, right)
@@ -108,7 +104,7 @@ def test_vllm_runs_the_target_and_another_model_is_refused(name: str, dtype: str
     recorded = Recorded([[*ROW, *ROW[:64]]], [[True] * 192], None)
 
     def prove(served: Path) -> Served | None:
-        with VllmStates(Checkpoint(served), layers, dtype, "bf16", tmp_path / f"{served.name}-out", args) as source:
+        with states_server(served, layers[:-1], dtype) as source:
             return prove_served(source, load_outer(str(right), dtype), recorded, layers, "bf16").served
 
     found = prove(right)
@@ -123,7 +119,7 @@ def test_vllm_runs_the_target_and_another_model_is_refused(name: str, dtype: str
 def test_a_hybrid_whose_class_gives_no_states_is_one_line(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
     with pytest.raises(InputError, match=f"engine: found vLLM's {name}, which gives no hidden states"):
-        family_arguments(Checkpoint(tmp_path), states=True)
+        family_arguments(Checkpoint(tmp_path))
 
 
 def test_a_server_of_a_family_without_states_of_its_own(tmp_path: Path):

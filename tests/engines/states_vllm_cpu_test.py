@@ -40,7 +40,6 @@ from worlds import quick_eagle3_head
 
 torch.set_num_threads(1)
 TARGET, ROWS = "embedded:target", 120
-ARGS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 1024}
 TARGETED = ["--target", TARGET, "--drafter", "eagle3", "--dtype", "float32"]
 SERVE = ["--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "1024"]
 TRAIN = [
@@ -91,17 +90,18 @@ def compare(made: Path, own: Path, tolerance: float) -> float:
     return differing / total
 
 
+def served(responses: Path, output: Path, words: list[str], *options: str, **changes: Any) -> Path:
+    """Features of a server that is started with these words, and options of `vllm serve`."""
+    with serving(output.with_name(f"{output.name}-states"), words, *options) as server:
+        return make_features(config(responses, output, server=server.url, **changes))
+
+
 def test_states_are_those_of_our_own_engine(responses: Path, own: Path, tmp_path: Path):
-    args = tmp_path / "args.json"
-    args.write_text(json.dumps(ARGS))
-    made = make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args))
-    share = compare(made, own, 2**-7)
+    share = compare(served(responses, tmp_path / "made", TARGETED), own, 2**-7)
     FIGURES.append(f"vLLM's states in float32: {share:.2%} of the numbers are rounded to another bf16 number than ours")
     assert share < 0.01
-    assert open_dataset(made).manifest.identity["read_by"]["enforce_eager"] is True
-    assert not [path.name for path in made.iterdir() if "tmp" in path.name]
 
-    bf16 = make_features(config(responses, tmp_path / "bf16", engine="vllm", vllm_args=args, dtype="bfloat16"))
+    bf16 = served(responses, tmp_path / "bf16", [*TARGETED[:-1], "bfloat16"])
     here = make_features(config(responses, tmp_path / "here", dtype="bfloat16"))
     errors = [distance(directory, own) for directory in (bf16, here)]
     FIGURES.append("states in bf16, median distance to float32's: vLLM {:.2%}, our own engine {:.2%}".format(*errors))
@@ -119,35 +119,29 @@ def distance(made: Path, own: Path) -> float:
 
 def test_two_workers_with_a_prefix_cache_and_fp8(responses: Path, own: Path, tmp_path: Path):
     """A cached prefix keeps its states, because they lie in blocks of the same cache."""
-    args = tmp_path / "args.json"
-    args.write_text(json.dumps({**ARGS, "tensor_parallel_size": 2, "enable_prefix_caching": True}))
     settings: dict[str, Any] = {"feature_dtype": "fp8", "rows_per_shard": 50}
-    made = make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args, **settings))
+    words = [*TARGETED, "--feature-dtype", "fp8"]
+    options = "--tensor-parallel-size", "2", "--enable-prefix-caching"
+    made = served(responses, tmp_path / "made", words, *options, **settings)
     here = make_features(config(responses, tmp_path / "here", **settings))
     # fp8 keeps 4 bits.
     assert compare(made, here, 2**-3) < 0.01
 
 
-def test_arguments_that_the_stage_needs_are_one_line(responses: Path, tmp_path: Path):
-    args = tmp_path / "args.json"
-    args.write_text('{"speculative_config": {"method": "ngram"}}')
-    with pytest.raises(InputError, match="vllm_args: found speculative_config"):
-        make_features(config(responses, tmp_path / "made", engine="vllm", vllm_args=args))
-
-
 class Server:
-    """`draftsmith launch vllm` in a process group of its own. words: its options."""
+    """`draftsmith launch vllm` in a process group of its own. words: its options. options: of `vllm serve`."""
 
-    def __init__(self, directory: Path, words: list[str]):
+    def __init__(self, directory: Path, words: list[str], *options: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url, self.directory, self.words = f"http://127.0.0.1:{self.port}", directory, words
+        self.options = options
 
     def start(self) -> None:
         words = [sys.executable, "-m", "draftsmith", "launch", "vllm", *self.words]
         words += ["--states", str(self.directory), "--engine-path", sys.executable]
-        words += ["--", *SERVE, "--port", str(self.port)]
+        words += ["--", *SERVE, *self.options, "--port", str(self.port)]
         log = self.directory.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + 180
@@ -165,8 +159,8 @@ class Server:
 
 
 @contextmanager
-def serving(directory: Path, words: list[str]) -> Iterator[Server]:
-    server = Server(directory, words)
+def serving(directory: Path, words: list[str], *options: str) -> Iterator[Server]:
+    server = Server(directory, words, *options)
     server.start()
     try:
         yield server
@@ -227,8 +221,8 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
         # The layers of this server are not those of another drafter, or of other options.
         for wrong in ({"layers": (3, 6, 9)}, {"layers": (2, 6)}, {"layers": (1, 6, 9)}):
             with pytest.raises(InputError, match="server: found"):
-                make_features(config(responses, tmp_path / "wrong", engine="vllm", server=server.url, **wrong))
-        made = make_features(config(responses, tmp_path / "made", engine="vllm", server=server.url))
+                make_features(config(responses, tmp_path / "wrong", server=server.url, **wrong))
+        made = make_features(config(responses, tmp_path / "made", server=server.url))
         assert compare(made, own, 2**-7) < 0.01
 
         words = [*base, "--data", str(responses), "--server", server.url]

@@ -306,7 +306,6 @@ def features_config(artifacts, server, output, **changes):
         data=artifacts.responses,
         target=str(artifacts.target),
         output=output,
-        engine="vllm",
         server=server.url,
         rows_per_shard=20,
         num_threads=1,

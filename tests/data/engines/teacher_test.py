@@ -38,7 +38,7 @@ LEFT_OUT = {"gemma4": "final_logit_softcapping", "granite": "logits_scaling"}
 
 
 class Recorded:
-    """States and log-probabilities of one row, as `VllmStates` hands them out.
+    """States and log-probabilities of one row, as `ServedStates` hands them out.
 
     fault: changes the states [T, H] that are handed out; `named`: only those behind a norm.
     """

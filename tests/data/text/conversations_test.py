@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from chats import ASSISTANT, CHATML, R1, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
 
-from draftsmith.data.engines.openai import chat_body
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.text.conversations import parse_columns, read_chat
@@ -201,16 +200,6 @@ def test_variables_of_a_row_reach_the_template(make):
     (row,), _ = make([{"prompt": "Q", "chat_template_kwargs": {"mood": "calm"}}], template, invalid="drop")
     assert text_of(row, "prompt_ids") == rendered(template, ANSWER[:1], mood="calm", add_generation_prompt=True)
     assert json.loads(row["template_inputs"]) == {"variables": {"mood": "calm"}}
-
-
-def test_a_server_that_applies_its_template_gets_what_the_prompt_shows(make):
-    said = [CALLED[0], {**CALLED[1], "thinking": "hm"}, *CALLED[2:], {"role": USER, "content": "Sure?"}]
-    (row,), _ = make([{"messages": said, "tools": [TOOL], "chat_template_kwargs": {"mood": "calm"}}], turns="last")
-    body = chat_body(row)
-    assert (body["messages"][1]["reasoning"], body["messages"][1]["reasoning_content"]) == ("hm", "hm")
-    assert (body["tools"], body["chat_template_kwargs"]) == ([TOOL], {"mood": "calm"})
-    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
-    assert [message["content"] for message in body["messages"]] == [message["content"] for message in said]
 
 
 @pytest.mark.parametrize("blank", [None, "", " ", []])

@@ -196,7 +196,7 @@ def test_numbers_without_their_scales_stop_every_engine_before_weights_are_read(
     for read in READERS:
         with pytest.raises(
             InputError,
-            match=rf"quantized \(.*{words}.*vLLM run it: data responses --engine vllm, train --server URL",
+            match=rf"quantized \(.*{words}.*vLLM run it: data responses --engine openai, train --server URL",
         ) as error:
             read(str(directory))
         assert "\n" not in str(error.value)
