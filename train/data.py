@@ -396,6 +396,8 @@ def train_and_val(
     train = split(train)
     if val is not None:
         val = split(val)
+        if trained := int(np.isin(val.hashes, train.hashes).sum()):
+            say_on_rank_zero(f"{trained:,} of {len(val):,} samples of --val begin with a prompt that is trained on too")
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")

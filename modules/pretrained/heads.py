@@ -315,6 +315,9 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     return head
 
 
+OWN_SIZES = "Pass a model of its sizes, such as the one it was trained for."
+
+
 def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_size: int | None) -> None:
     """Raise InputError if a head does not fit a model's width or vocabulary (None: not compared).
 
@@ -322,11 +325,11 @@ def check_sizes(field: str, name: str | Path, settings: Any, width: int, vocab_s
     """
     if settings.hidden_size != width:
         found = f"{name} of width {settings.hidden_size}"
-        raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
+        raise InputError(field, found, f"width {width}", OWN_SIZES)
     # An acceptance head has no vocabulary.
     head_vocab = getattr(settings, "vocab_size", None)
     if None not in (head_vocab, vocab_size) and head_vocab != vocab_size:
-        raise InputError(field, f"{name} of vocabulary {head_vocab}", f"{vocab_size}", "Pass its own target.")
+        raise InputError(field, f"{name} of vocabulary {head_vocab}", f"{vocab_size}", OWN_SIZES)
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:

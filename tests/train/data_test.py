@@ -17,7 +17,16 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import data
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data import HeadDataModule, MicroBatch, Order, Samples, held_out, rank_keys, with_spans
+from draftsmith.train.data import (
+    HeadDataModule,
+    MicroBatch,
+    Order,
+    Samples,
+    held_out,
+    rank_keys,
+    train_and_val,
+    with_spans,
+)
 
 LENGTHS = [5 + (i * 37) % 50 for i in range(103)]
 
@@ -223,6 +232,15 @@ def test_copies_train_together_and_are_validated_once(artifacts):
     # Rows in memory have the sides of the artifact's.
     listed = HeadDataModule(draftsmith.open_dataset(artifacts.responses), None, settings)
     assert texts(listed.val) == texts(one.val)
+
+
+def test_prompts_that_are_trained_on_and_validated_are_counted(artifacts, capsys):
+    settings = draftsmith.settings("eagle", data=artifacts.responses, output="unused")
+    whole = open_dataset(artifacts.responses)
+    train_and_val(settings, whole, open_dataset(artifacts.responses), 4096)
+    assert (
+        f"{len(whole)} of {len(whole)} samples of --val begin with a prompt that is trained" in capsys.readouterr().err
+    )
 
 
 def test_turns_of_a_session_in_memory_stay_on_one_side_in_any_order():
