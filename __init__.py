@@ -15,7 +15,6 @@ PUBLIC = {
     "load_drafter": ("eval.answer", "load_drafter"),
     "load_head": ("modules.pretrained.heads", "load_draft_head"),
     "generate": ("eval.answer", "generate"),
-    "measure": ("eval.measure", "measure"),
     "open_dataset": ("data.store.datasets", "as_dataset"),
     "collate": ("data.store.datasets", "collate_features"),
     "settings": ("launch.python", "settings"),
@@ -43,7 +42,6 @@ __all__ = [
     "load_head",
     "load_target",
     "load_tokenizer",
-    "measure",
     "new_head",
     "open_dataset",
     "run",
@@ -56,7 +54,6 @@ if TYPE_CHECKING:
     from draftsmith.data.store.datasets import collate_features as collate
     from draftsmith.eval.answer import generate as generate
     from draftsmith.eval.answer import load_drafter as load_drafter
-    from draftsmith.eval.measure import measure as measure
     from draftsmith.launch.python import export as export
     from draftsmith.launch.python import run as run
     from draftsmith.launch.python import settings as settings

@@ -27,11 +27,10 @@ import torch
 
 from draftsmith.benchmarks.measured import describe_run
 from draftsmith.benchmarks.papers.drafters import FOLDER, register
-from draftsmith.data.console import Column, Table, format_interval, print_text
+from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import BASELINE, MeasuredResamples, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
-from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.pretrained.files import write_json, write_text

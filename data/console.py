@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -48,14 +48,13 @@ class Column:
     """One column of a table.
 
     key: name of the value in a row. title: heading. format: spec for `format()`; a final `x` is printed behind the
-    number (`.2fx` gives 1.84x) and `>` only aligns text to the right. group: heading shared with neighboring columns.
-    below: print the value in the cell of the column before.
+    number (`.2fx` gives 1.84x) and `>` only aligns text to the right. below: print the value in the cell of the column
+    before.
     """
 
     key: str
     title: str
     format: str = ""
-    group: str = ""
     below: bool = False
 
 
@@ -63,8 +62,7 @@ class Column:
 class Table:
     """Rows under headings; None and missing values are empty cells.
 
-    name: identifier without blanks, used for files. columns: empty if the rows are only drawn in a chart. note: printed
-    below the table.
+    name: identifier without blanks. columns: empty if the rows are only stored. note: printed below the table.
     """
 
     name: str
@@ -115,6 +113,29 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> li
     """Return the lines of a Markdown table; the first column is text, the others are numbers."""
     lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def markdown(table: Table) -> str:
+    """Format a table in Markdown, with its title and note."""
+    rows = [
+        [format_value(row.get(column.key), column.format).replace("\n", " ") for column in table.columns]
+        for row in table.rows
+    ]
+    lines = [f"**{table.title}**", "", *markdown_lines([column.title for column in table.columns], rows)]
+    return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
+
+
+def tables_to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Return tables as results.json holds them."""
+    return [{key: value for key, value in asdict(table).items() if value} for table in tables]
+
+
+def tables_from_json(results: Row) -> list[Table]:
+    """Return the tables of a run's results.json."""
+    return [
+        Table(**{**item, "columns": [Column(**column) for column in item.get("columns", ())]})
+        for item in results.get("tables") or ()
+    ]
 
 
 @dataclass
@@ -285,7 +306,7 @@ def draw_table(console: Console, table: Table, bold: str = "") -> None:
     for cells, style in zip(rows, styles, strict=True):
         grid.add_row(*cells, style=style)
     fits = _measure(console, grid).maximum <= console.width
-    names = [": ".join(filter(None, (column.group, column.title))) for column in table.columns if not column.below]
+    names = [column.title for column in table.columns if not column.below]
     _print_full_width(console, grid if fits else Group(*_blocks(console.width, names, rows, styles)))
     if table.note:
         _print_full_width(console, Text(table.note, "dim"))

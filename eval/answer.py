@@ -43,7 +43,7 @@ def load_drafter(
     longest: int = 4096,
     temperature: float = 0.0,
 ) -> Drafter:
-    """Load a drafter for a target, for `generate` or `measure`. It drafts for one sequence at a time.
+    """Load a drafter for a target, for `generate`. It drafts for one sequence at a time.
 
     head: directory of a trained head, or a draft model. method: as of `eval bench`, such as eagle3:k=7; by default
     the chain of the draft, of its own length. acceptance: directory of an acceptance head, for methods that use one.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells
+from draftsmith.data.console import Table, log_note, print_table, print_text, table_from_cells, tables_to_json
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.manifest import Manifest, open_artifact
 from draftsmith.data.store.rows import Rows
@@ -33,7 +33,6 @@ from draftsmith.eval.bets import (
 )
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import CertifyConfig
-from draftsmith.eval.tables import to_json
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.pretrained.heads import FrozenDrafter, load_drafter
@@ -75,7 +74,8 @@ def run(config: CertifyConfig) -> int:
     passed = rows[-1]["passed"]
     make_directory(config.output)
     meta = describe("certify", config, **about)
-    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables), "passed": passed, "answers": rows})
+    results = {"meta": meta, "tables": tables_to_json(tables), "passed": passed, "answers": rows}
+    write_json(config.output / RESULTS, results)
     for table in tables:
         print_table(table)
     log_note(f"Written to {config.output / RESULTS}")

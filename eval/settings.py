@@ -211,9 +211,8 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
             only.
         card: write what was measured into the directories of the heads that were used, and into their model cards.
-        output: directory that receives results.json, results.csv (for a data frame) and prompts.parquet (a row for
-            every method, prompt and turn). The same command resumes an interrupted run, and says that a finished one
-            is done.
+        output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). The
+            same command resumes an interrupted run, and says that a finished one is done.
         again: measure a finished run anew.
     """
 
@@ -273,11 +272,10 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Show runs as one HTML file that loads nothing: tables, curves, and traced answers token by token.
+    """Show runs as one HTML file that loads nothing: tables, and traced answers token by token.
 
     Attributes:
-        runs: directories with results.json (of `eval bench`, `served` and `certify`), and of trainings, which may
-            still run. Each gets a section of its own.
+        runs: directories with results.json (of `eval bench`, `served` and `certify`). Each gets a section of its own.
         output: the HTML file; by default report.html in the first run's directory.
     """
 

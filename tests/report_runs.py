@@ -34,7 +34,7 @@ META = {
 CHAIN: list[dict[str, Any]] = [
     {"emitted": [1], "prefill": True, "kinds": ["alone"]},
     {"emitted": [2, 3, 4], "drafted": [2, 3, 5], "parents": [-1, 0, 1], "accepted": [0, 1], "next_token": 4,
-     "q": [0.9, 0.8, 0.123456], "entropy": [0.1, 0.2, 1.5], "head": [0.95, 0.4], "accept_prob": [1.0, 1.0, 0.0],
+     "q": [0.9, 0.8, 0.123456],
      "kinds": ["accepted", "accepted", "correction"]},
     {"emitted": [5, 6, 7], "drafted": [5, 6], "parents": [-1, 0], "accepted": [0, 1], "next_token": 7,
      "q": [0.9, 0.8], "kinds": ["accepted", "accepted", "bonus"]},
@@ -45,7 +45,6 @@ CHAIN: list[dict[str, Any]] = [
 TREE: list[dict[str, Any]] = [
     {"emitted": [1], "prefill": True, "kinds": ["alone"]},
     {"emitted": [2, 3, 4], "drafted": [2, 5, 3, 6], "parents": [-1, -1, 0, 1], "accepted": [0, 2], "next_token": 4,
-     "value": [-0.1, -0.5, -0.2, -0.9], "accept_prob": [1.0, 0.0, 1.0, None],
      "kinds": ["accepted", "accepted", "bonus"]},
     {"emitted": [5, 8], "drafted": [5, 6, 7, 2], "parents": [-1, -1, 0, 0], "accepted": [0], "next_token": 8,
      "kinds": ["accepted", "correction"]},

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar
+from draftsmith.data.console import Table, format_interval, log_note, print_table, progress_bar, tables_to_json
 from draftsmith.data.settings import comma_numbers
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
@@ -22,7 +22,6 @@ from draftsmith.eval.bench.runner import EngineRunner, load_run
 from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import AnswerLength, DraftSettings, PromptChoice, Running
-from draftsmith.eval.tables import to_json
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import Generation, Round
@@ -190,7 +189,7 @@ def write_results(kind: str, config: Any, loaded: Loaded, tables: Sequence[Table
     meta = describe(kind, config, loaded.prompts, config.data, target=models.target.info.identity, models=identities)
     meta["command"] = shlex.join(["python", *sys.argv])
     make_directory(config.output)
-    write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables)})
+    write_json(config.output / RESULTS, {"meta": meta, "tables": tables_to_json(tables)})
     for table in tables:
         if table.columns:
             print_table(table)

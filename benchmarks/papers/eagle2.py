@@ -23,7 +23,6 @@ from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.tree import StaticTree
@@ -151,9 +150,9 @@ def node_tables(static: pd.DataFrame, dynamic: pd.DataFrame, shape: StaticTree, 
     ]  # fmt: skip
     note = "Nodes of dynamic trees whose parent was accepted; Pearson's correlation of confidence and acceptance."
     return [
-        drawn_data("eagle2-acceptance-by-position", positions),
-        drawn_data("eagle2-acceptance-by-task", tasks),
-        drawn_data("eagle2-acceptance-by-confidence", bins),
+        Table("eagle2-acceptance-by-position", rows=json_values(positions)),
+        Table("eagle2-acceptance-by-task", rows=json_values(tasks)),
+        Table("eagle2-acceptance-by-confidence", rows=json_values(bins)),
         Table("eagle2-confidence", "Confidence and acceptance", columns, json_values(confidence), note),
     ]
 

@@ -27,7 +27,6 @@ from draftsmith.data.console import Column, Table, format_interval, json_values,
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.tables import drawn_data
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
@@ -302,7 +301,10 @@ class Study:
             theory = own.num_tokens / times.seconds(own)
             return {"series": name, "setting": policy.label, "head": policy.head or None, **rates, "theory": theory}
 
-        return drawn_data("specdecpp-rates", [point(name, own) for name, group in series.items() for own in group])
+        return Table(
+            "specdecpp-rates",
+            rows=json_values([point(name, own) for name, group in series.items() for own in group]),
+        )
 
     @torch.inference_mode()
     def kl_rows(self) -> list[Row]:

@@ -31,7 +31,7 @@ from torch import Tensor
 import draftsmith
 from draftsmith.benchmarks.measured import describe_run
 from draftsmith.benchmarks.recipes import python
-from draftsmith.data.console import Column, Table, format_interval, print_text
+from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
 from draftsmith.data.engines.process import leave
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.datasets import open_dataset
@@ -41,7 +41,6 @@ from draftsmith.eval.bench.command import by_each
 from draftsmith.eval.bench.replay import Replayed, make_drafters, read_recorded, replay_text
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bootstrap import Resamples
-from draftsmith.eval.tables import markdown
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.method_names import parse_methods

@@ -82,19 +82,6 @@ def writing_alone(directory: Path, shared: bool = False) -> Iterator[None]:
                 directory.rmdir()
 
 
-def is_written(directory: Path) -> bool:
-    """Return whether a process writes to the directory."""
-    if not (directory / LOCK).exists():
-        return False
-    lock = FileLock(directory / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except (Timeout, OSError):
-        return True
-    lock.release()
-    return False
-
-
 def occupied(directory: Path) -> bool:
     """Return whether a command must not write there: anything but an empty directory."""
     directory = Path(directory)

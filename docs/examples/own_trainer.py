@@ -1,4 +1,4 @@
-"""Train a head on one's own rows, with callbacks of Lightning's, then decode with it and measure it."""
+"""Train a head on one's own rows, with callbacks of Lightning's, then decode with it."""
 
 import sys
 
@@ -28,10 +28,10 @@ def main(target_path, texts, output, steps=20):
     best = draftsmith.fit(module, data, callbacks=[EarlyStopping("val/loss")])
 
     drafter = draftsmith.load_drafter(str(best), target, "eagle:k=3")
-    prompts = [question for question, _ in texts[:4]]
-    return draftsmith.measure({"eagle:k=3": drafter}, target, prompts, max_new_tokens=32)
+    return [draftsmith.generate(target, question, drafter, max_new_tokens=32) for question, _ in texts[:4]]
 
 
 if __name__ == "__main__":
     given = [("What is 2 + 3?", "5"), ("What is 4 + 4?", "8")] * 8
-    print(main(sys.argv[1], given, sys.argv[2]))
+    for answer in main(sys.argv[1], given, sys.argv[2]):
+        print(answer.text, answer.totals.tau)

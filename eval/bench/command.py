@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_done, log_note, print_table
+from draftsmith.data.console import log_done, log_note, print_table, tables_from_json
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.kinds import add_kinds
@@ -20,20 +20,17 @@ from draftsmith.eval.bench.prompts import read_questions, task_sources
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.bench.results import (
     BASELINE,
-    NUMBERS,
     PER_PROMPT,
     failures_of,
     of_methods,
     shown_classes,
     summarize,
-    write_numbers,
     write_rows,
 )
 from draftsmith.eval.bench.runner import DRAFT_ROOM, check_methods, load_run, make_runners
 from draftsmith.eval.bench.tables import results_tables
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import BenchConfig
-from draftsmith.eval.tables import from_json
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.method_names import LabeledMethod, parse_methods
 from draftsmith.modules.pretrained.card import CARD, WEIGHTS, write_measured
@@ -51,7 +48,7 @@ def run(config: BenchConfig) -> int:
     """Measure or replay, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
     if config.replay is not None:
         named = by_each({item.label: item for item in parse_methods(config.methods)}, config.paths)
-        for table in from_json(replay(config, named)):
+        for table in tables_from_json(replay(config, named)):
             print_table(table)
         log_note(f"Written to {config.output / RESULTS}")
         return 0
@@ -138,7 +135,6 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     # A results.json always belongs to the rows beside it.
     (config.output / RESULTS).unlink(missing_ok=True)
     write_rows(config.output / PER_PROMPT, rows)
-    write_numbers(config.output / NUMBERS, methods)
     write_json(config.output / RESULTS, results)
     journal.path.unlink()
     log_note(f"Written to {config.output / RESULTS}")
@@ -163,7 +159,7 @@ def finished(config: BenchConfig, meta: Mapping[str, Any], journal: Journal) -> 
     Raises:
         InputError: it holds the results of another run.
     """
-    files = [RESULTS, PER_PROMPT, NUMBERS, *(["trace.jsonl"] if config.traces else [])]
+    files = [RESULTS, PER_PROMPT, *(["trace.jsonl"] if config.traces else [])]
     if journal.path.exists() or not all((config.output / name).exists() for name in files):
         return None
     there = read_object(config.output / RESULTS, {"meta": {"settings": dict, "hardware": dict}}, REMEDY)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.data.console import progress_bar
+from draftsmith.data.console import progress_bar, tables_to_json
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
@@ -21,13 +21,12 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
 from draftsmith.eval.bench.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
-from draftsmith.eval.bench.results import NO_VALUE, NUMBERS, OF_ROUNDS, Rounds, classes_of_rounds, write_numbers
+from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Rounds, classes_of_rounds
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import ROLES, BenchConfig
-from draftsmith.eval.tables import to_json
 from draftsmith.modules.along import (
     AlongDrafter,
     Answer,
@@ -122,8 +121,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
         }
         for label, own in walks.items()
     ]
-    results = {"meta": meta, "methods": methods, "tables": to_json(replay_tables(methods, meta))}
-    write_numbers(config.output / NUMBERS, methods)
+    results = {"meta": meta, "methods": methods, "tables": tables_to_json(replay_tables(methods, meta))}
     write_json(config.output / RESULTS, results)
     return results
 

@@ -1,8 +1,7 @@
 """Files that a run of `eval bench` leaves, and the numbers in them (tables.py shows them).
 
-results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarize`); results.csv has those
-rows for a data frame, intervals as two numbers. prompts.parquet holds what was measured of every prompt, one row for
-each method, temperature, prompt and turn:
+results.json holds `meta`, which says what the numbers hold for, and a row a method (`summarize`). prompts.parquet holds
+what was measured of every prompt, one row for each method, temperature, prompt and turn:
 
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
@@ -41,11 +40,11 @@ from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool, tau
-from draftsmith.modules.pretrained.files import write_table, write_text
+from draftsmith.modules.pretrained.files import write_table
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
 
-PER_PROMPT, NUMBERS = "prompts.parquet", "results.csv"  # beside results.json
+PER_PROMPT = "prompts.parquet"  # beside results.json
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
@@ -143,14 +142,6 @@ def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write prompts.parquet, whole or not at all."""
     write_table(path, pa.Table.from_pylist(list(rows), SCHEMA), compression="zstd")
-
-
-def write_numbers(path: Path, methods: Sequence[Row]) -> None:
-    """Write results.csv (`numbers_of`)."""
-    import pandas
-
-    lines = [line for row in methods for line in numbers_of(row)]
-    write_text(path, pandas.DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -406,25 +397,3 @@ def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:
     """Return the classes of a division that are shown: those of rounds have enough of them."""
     parts = (row.get("by") or {}).get(name) or ()
     return [part for part in parts if part.get("rounds", FEWEST_ROUNDS) >= FEWEST_ROUNDS]
-
-
-def with_ends(row: Row, names: Sequence[str]) -> dict[str, Any]:
-    """Return some numbers of a summary, and the ends of the intervals of its speed-up and tau."""
-    numbers = {name: row.get(name) for name in names}
-    for name in ("speedup", "tau"):
-        numbers[f"{name}_low"], numbers[f"{name}_high"] = row.get(f"{name}_ci95") or (None, None)
-    return numbers
-
-
-def numbers_of(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield the lines of results.csv for one method: all prompts, then each class of each division.
-
-    Intervals are two numbers. Speeds belong to whole answers, and classes of rounds have none.
-    """
-    names = ("rounds", "prompts", "tokens", "tokens_per_s", "speedup", "tau", "acceptance_rate", "matches_ar")
-    divisions = (row.get("by") or {}).items()
-    for part, own in [("all", row), *((f"{name} {part['name']}", part) for name, parts in divisions for part in parts)]:
-        shares = dict(enumerate(own.get("accepted_by_place") or (), start=1))
-        places = {f"accepted_{n}": shares.get(n) for n in range(1, PLACES + 1)}
-        labels = {"method": row["method"], "temperature": row["temperature"], "part": part}
-        yield {**labels, **with_ends(own, names), **places}

@@ -21,7 +21,16 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, print_text
+from draftsmith.data.console import (
+    Column,
+    Table,
+    format_interval,
+    json_values,
+    log_note,
+    print_table,
+    print_text,
+    tables_to_json,
+)
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.store.writer import sole_writer
@@ -36,7 +45,6 @@ from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import SYSTEMS, ServedConfig
-from draftsmith.eval.tables import drawn_data, to_json
 from draftsmith.modules.formats import formats
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import served_kind, vllm_command
@@ -101,17 +109,12 @@ def run(config: ServedConfig) -> int:
 
     title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
     tables = [load_table(rows, f"{title}, threads: {config.num_threads}"), *drafts_table(rows), *tasks_table(rows)]
-    if len(config.loads) > 1:
-        names = {"requests": "at_step", "tokens_per_s": "value"}
-        lines = [{**{new: row[old] for old, new in names.items()}, "series": label_of(row)} for row in rows]
-        tables.append(drawn_data("served-load", lines))
     schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
     meta = describe("served", config, prompts, config.data)
-    results = {"meta": meta, "tables": to_json(tables), "rows": rows, "schedules": schedules}
+    results = {"meta": meta, "tables": tables_to_json(tables), "rows": rows, "schedules": schedules}
     write_json(config.output / RESULTS, json_values(results))
     for table in tables:
-        if table.columns:
-            print_table(table)
+        print_table(table)
     for load in config.loads if drafting else ():
         print_text(advice([row for row in drafting if row["requests"] == load], len(config.loads) > 1))
     log_note(f"Written to {config.output}: {', '.join([RESULTS, *schedules])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,21 +22,19 @@ def draft_chain(
     sampler: Sampler,
     context: Sequence[int],
     end_ids: Collection[int] = (),
-    on_token: Callable[[DraftView], None] | None = None,
 ) -> DraftTree:
     """Draft until the policy stops, an end token is drafted, or `limit` tokens are.
 
     root: of the forward that read the last emitted token.
     context: the tokens before the draft, for the policy.
     end_ids: tokens that end the answer; whatever is drafted behind one is thrown away (SpecDec++, footnote 1).
-    on_token: called with the view of every drafted token, before the policy is asked.
 
     The token that a policy was shown last stays in the draft: it is paid for, and dropping it would bias the output.
 
     Raises:
         NonFinite: the drafter's logits, or what the policy reads; the position counts within the draft.
     """
-    longest, fixed = min(limit, stop.max_drafted), on_token is None and type(stop) is FixedLengthStop
+    longest, fixed = min(limit, stop.max_drafted), type(stop) is FixedLengthStop
     if longest < 1:
         return NO_DRAFT
     if fixed and root.logits.is_cuda and can_choose_ahead(sampler.params, [sampler.source]):
@@ -55,8 +53,6 @@ def draft_chain(
         count, stopped = len(tokens), False
         if not fixed:
             view = DraftView(count, token, level.hidden, logits, q, context)
-            if on_token is not None:
-                on_token(view)
             try:
                 stopped = stop.should_stop(view)
             except NonFinite as error:

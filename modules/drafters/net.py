@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.chain import draft_chain
 from draftsmith.modules.decoding.drafter import Drafter, Level, Outcome
 from draftsmith.modules.decoding.growth import grow_dynamic, grow_static
-from draftsmith.modules.decoding.stop import DraftView, StopPolicy
+from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
 from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import located
@@ -167,10 +167,8 @@ class NetDrafter(Drafter, ABC):
 class ChainDrafter(NetDrafter):
     """Drafts chains, each until the policy stops it.
 
-    end_ids: tokens that end a chain. on_token: called with the view of every drafted token.
+    end_ids: tokens that end a chain.
     """
-
-    on_token: Callable[[DraftView], None] | None = None
 
     def __init__(
         self,
@@ -189,7 +187,7 @@ class ChainDrafter(NetDrafter):
 
     def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
         limit = self.net.open_round(self.stop, self.tokens[-1], limit)
-        return draft_chain(root, self.net.expand, self.stop, limit, sampler, self.tokens, self.end_ids, self.on_token)
+        return draft_chain(root, self.net.expand, self.stop, limit, sampler, self.tokens, self.end_ids)
 
     def _observe(self, num_accepted: int) -> None:
         self.stop.observe(len(self._tree.tokens), num_accepted)

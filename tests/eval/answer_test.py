@@ -71,18 +71,6 @@ def test_a_notebook_is_shown_what_was_drafted_and_by_whom(target, drafter):
     assert "<b>" not in page and f"tau {answer.totals.tau:.2f}" in page
 
 
-def test_a_bench_of_callables(target, drafter):
-    def wrong(prompt, max_new_tokens, seed):
-        return draftsmith.generate(target, prompt, max_new_tokens=max_new_tokens).tokens[:-1] + [0]
-
-    methods = {"spec:k=3": drafter, "wrong": wrong}
-    table = draftsmith.measure(methods, target, [QUESTION, "Rename a to b: a = 1"], max_new_tokens=12, repeats=1)
-    assert list(table.index) == ["ar", "spec:k=3", "wrong"]
-    assert list(table["matches_ar"]) == [True, True, False]
-    assert table.loc["ar", "speedup"] == 1 and table.loc["spec:k=3", "tau"] > 1.5
-    assert table["tau"].isna().to_list() == [False, False, True]
-
-
 def test_every_public_name_is_there():
     for name in draftsmith.__all__:
         assert getattr(draftsmith, name) is not None, name
@@ -102,28 +90,3 @@ def test_every_public_name_is_there():
 def test_a_prompt_that_is_none_is_refused_in_one_line(target, prompt, says):
     with pytest.raises(InputError, match=says):
         draftsmith.generate(target, prompt, max_new_tokens=2)
-
-
-def refuse(prompt, max_new_tokens, seed):
-    raise ValueError("no")
-
-
-@pytest.mark.parametrize(
-    ("methods", "prompts", "says"),
-    [
-        ({"ar": refuse}, [[1, 2]], "methods: found one called ar"),
-        ({"x": lambda ids, count, seed: [5.5]}, [[1, 2]], "methods, x, an answer: found .5.5."),
-        ({"no": refuse}, [[1, 2]], "ValueError: no"),
-        ({}, [], r"prompts: found \[\]"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(target, methods, prompts, says):
-    with pytest.raises(InputError, match=says):
-        draftsmith.measure(methods, target, prompts, max_new_tokens=4, repeats=1)
-
-
-def test_tokens_count_that_were_asked_for_up_to_the_end_token(target):
-    (end, *_) = target.info.eos_ids
-    methods = {"long": lambda ids, count, seed: [5] * 500, "ends": lambda ids, count, seed: [5, end, 5, 5]}
-    table = draftsmith.measure(methods, target, [[1, 2]], max_new_tokens=3, repeats=1)
-    assert table["tokens"]["long"] == 3 and table["tokens"]["ends"] == 2

@@ -7,20 +7,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
-from oracles.tables import METHODS as TABLE_METHODS
-from oracles.tables import TableLM, emitted_rounds, method
 from worlds import STEADY_METHODS, draft_options
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.bench.trace import node_accept_probs
-from draftsmith.modules.decoding.tree import DraftTree
-from draftsmith.modules.decoding.verify import Verdict
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.method_names import known_methods
-from draftsmith.modules.types import SamplingParams
 
 METHODS = ",".join([
     *STEADY_METHODS, "specdec++:h=0.4:calibrated=on", "cost:c=0.2", "online:c=0.2:max=5", "online:c=0.1:drafter=eagle",
@@ -84,42 +77,4 @@ def test_every_line_is_a_round(traced):
         assert line["emitted"] == [*chosen, line["next_token"]][: line["num_emitted"]]
         assert all(0 <= q <= 1 for q in line.get("q", []))
         if line["method"].startswith(("spec", "confidence", "self-verify")) and line["drafted"]:
-            assert len(line["q"]) == len(line["entropy"]) == len(line["drafted"]) and line["draft_s"] > 0
-        if line["method"].startswith(("specdec++", "cost")):
-            # This head reads a token one forward after it was drafted, and is not asked where a draft is full.
-            assert len(line["drafted"]) - len(line.get("head", [])) in ((0,) if not line["drafted"] else (1, 2))
-        if line["method"].startswith("online"):
-            assert len(line.get("head", [])) == len(line["drafted"])
-        assert all(0 <= prob <= 1 for prob in line.get("head", []))
-        if line["method"].startswith("eagle-tree") and line["drafted"]:
-            assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
-
-
-# Lookahead has no guess for its first draft.
-@pytest.mark.parametrize("name", sorted({*TABLE_METHODS} - {"ar", "lookahead"}))
-def test_a_verified_node_is_accepted_as_often_as_the_trace_says(name):
-    """Over all branches of the first draft's round, by the tree that was drafted. With top_k=2 they are few."""
-    target, params = TableLM(1), SamplingParams(1.0, top_k=2)
-    said, happened = defaultdict(float), defaultdict(float)
-    for rounds, weight in emitted_rounds(target, method(name, target), params, length=2, max_new_tokens=5):
-        if len(rounds) > 1 and (tree := rounds[1].tree).tokens:
-            probs = node_accept_probs(tree, rounds[1].verdict, rounds[1].logits, params)
-            for node, prob in enumerate(probs):
-                key = (*rounds[0].tokens, tree.tokens, tree.parents, node)
-                said[key] += weight * (prob or 0.0)
-                happened[key] += weight * (node in rounds[1].verdict.path)
-    # Sums of a few hundred weights in float64.
-    assert said == pytest.approx(happened, abs=1e-12) and any(said.values())
-
-
-def test_the_trace_knows_drawn_and_equal_nodes():
-    """By hand. p = (.5, .3, .2), q = (.2, .3, .5), and c, b, a drawn in this order: c is accepted with .2/.5; without
-    it p' = (1, 0, 0) and q' = (.4, .6, 0), so b is not, and a is, if it comes to that."""
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    logits, params = p.log().expand(4, -1), SamplingParams(1.0)
-    drawn = DraftTree((2, 1, 0), (-1, -1, -1), drawn={-1: q})
-    assert node_accept_probs(drawn, Verdict((2,), 0), logits, params) == pytest.approx([0.4, 0, 1])
-    assert node_accept_probs(drawn, Verdict((0,), 0), logits, params) == [pytest.approx(0.4), None, None]
-    # The second of equal siblings is never the one that is accepted.
-    twice = DraftTree((1, 1, 0), (-1, -1, 0))
-    assert node_accept_probs(twice, Verdict((0,), 2), logits, params) == pytest.approx([0.3, 0, 0.5])
+            assert len(line["q"]) == len(line["drafted"]) and line["draft_s"] > 0
