@@ -1,44 +1,52 @@
 """Config dataclasses from command-line words, YAML files and Python values.
 
 cyclopts reads a command's dataclass: names, types, defaults, and the help in the docstring's `Attributes`. This module
-adds groups by the class that introduces an option, shipped YAML files by name, lists with commas, `--flag true`, other
-projects' names, and --print-config.
+adds groups by the class that introduces an option, shipped YAML files by name, lists with commas, `--flag true` and
+--print-config.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, TypedDict, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, MissingArgumentError, Parameter
+from cyclopts import (
+    App,
+    Argument,
+    ArgumentCollection,
+    CoercionError,
+    CycloptsError,
+    Group,
+    Parameter,
+    Token,
+)
 from cyclopts.config import Dict
 from cyclopts.field_info import get_field_infos
-from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, HelpEntry, NameRenderer
 
 from draftsmith.launch import MAX_WIDTH, TRUTH
 from draftsmith.launch.errors import UsageError, explain_error, one_line
-from draftsmith.launch.names import SAME, dashed
-from draftsmith.launch.values import members, number_limits, plain_tokens
 from draftsmith.launch.yaml_files import PlainLoader, as_yaml, config_file, read_yaml, shipped_configs
 
-NAME_WIDTH = 30  # of an option's name in help; longer ones are folded
 REQUIRED, SETTINGS = "Required", "Settings"
+TEXTS = ("prompt", "system", "command")  # options whose words stay as they are
+MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
+MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 
 Fallback = Callable[[Mapping[str, str]], dict[str, Any]]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
-Hidden = Annotated[bool, Parameter(negative=(), show=False)]
 
 
 @dataclass(frozen=True)
 class Always:
-    """Options of every command; all but `config` are handled before cyclopts is called, which lists and completes them.
+    """Options of every command; all but `config` are handled before cyclopts is called, which lists them.
 
     Attributes:
         config: settings: a YAML file
@@ -49,11 +57,6 @@ class Always:
     config: Annotated[list[Path] | None, Parameter(metavar="FILE")] = None
     print_config: Switch = False
     help_all: Switch = False
-    help: Hidden = False
-    json: Hidden = False
-    quiet: Hidden = False
-    verbose: Hidden = False
-    debug: Hidden = False
 
 
 def parse(
@@ -82,14 +85,7 @@ def parse(
     try:
         return app(words)
     except CycloptsError as error:
-        found = error
-    if isinstance(found, MissingArgumentError):
-        # An unknown option is often the missing one, mistyped; cyclopts looks for it last.
-        try:
-            CommandApp(prog, config_class, positional, printing=True).parse_args(words)
-        except CycloptsError as error:
-            found = error
-    raise UsageError(f"{explain_error(found)} Run `{prog} --help`.") from found
+        raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
 
 
 def from_values(prog: str, config_class: type, values: Mapping[str, Any]) -> Any:
@@ -169,12 +165,9 @@ class CommandApp(App):
         command.__kwdefaults__ = {"always": Always()}
         if printing or not any(field.required for field in fields.values()):
             command.__kwdefaults__["options"] = None
-        # Names of limited width, and the rest of the line for their meaning.
-        names = ColumnSpec(renderer=shown_names, max_width=NAME_WIDTH, style="cyclopts.name")
         super().__init__(
             name=prog,
             help=one_line((config_class.__doc__ or "").split("Attributes:")[0]),
-            help_formatter=DefaultFormatter(column_specs=(names, ColumnSpec(renderer=shown_meaning, overflow="fold"))),
             help_epilogue=self.epilogue(),
             default_command=command,
             config=self.read_values,
@@ -202,14 +195,11 @@ class CommandApp(App):
         return shared + every if self.shared else every
 
     def assemble_argument_collection(self, **options: Any) -> ArgumentCollection:
-        """Give the options that cyclopts has read our order, groups, limits, and the names of other projects."""
+        """Give the options that cyclopts has read groups and limits."""
         arguments = super().assemble_argument_collection(**options)
         arguments[0].field_info.annotation = Any  # else pydantic, where it is loaded, checks the config once more
         for argument in self.settings(arguments):
             self.complete(argument)
-        place = {name: number for number, name in enumerate(self.group_of)}
-        for collection in (arguments, arguments[0].children):
-            collection.sort(key=lambda argument: place.get("".join(argument.keys[:1]), len(place)))
         shipped = ", ".join(shipped_configs(self.prog))
         if shipped:
             add(arguments["--config"], help=f"settings: a YAML file, or the name of a shipped one ({shipped})")
@@ -225,8 +215,7 @@ class CommandApp(App):
         """Complete what cyclopts knows of an option."""
         name, default = argument.keys[0], argument.field_info.default
         show = self.everything or name not in self.rare | self.shared
-        theirs = [f"--{dashed(word)}" for word in SAME.get(name, "").split() if word not in self.group_of]
-        add(argument, name=[*argument.names[:1], *theirs], group=self.group_of[name], show=show)
+        add(argument, group=self.group_of[name], show=show)
         add(argument, help=one_line(argument.parameter.help or ""), validator=number_limits(name))
         kinds = [kind for kind in members(argument.hint) if kind is not NoneType]
         several = [kind for kind in kinds if get_origin(kind) in {list, tuple}]
@@ -285,11 +274,61 @@ def add(argument: Argument, **options: Any) -> None:
     argument.parameter = Parameter.combine(argument.parameter, Parameter(**options))
 
 
-def shown_names(entry: HelpEntry) -> Any:
-    """Render the names of an option without those of other projects."""
-    return NameRenderer(NAME_WIDTH)(entry.copy(positive_names=entry.positive_names[:1]))
+def members(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    return get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
 
 
-def shown_meaning(entry: HelpEntry) -> Any:
-    """Render the meaning of an option, whose group says already that it is required."""
-    return DescriptionRenderer()(entry.copy(required=False))
+def plain_tokens(argument: Argument) -> list[Token]:
+    """Return the words of an option in cyclopts' form: None for `null`, true for `on`, items for a list with commas.
+
+    Raises:
+        CoercionError: a fraction in place of an integer, which cyclopts would round.
+    """
+    tokens = argument.tokens
+    if argument.name.lstrip("-") not in TEXTS:
+        # Shells expand `~`, but not in `--output=~/runs`; YAML and Python do not.
+        tokens = [
+            token.evolve(value=str(Path.home() / rest)) if start in ("~", "$HOME", "${HOME}") and slash else token
+            for token in tokens
+            for start, slash, rest in [token.value.partition("/")]
+        ]
+    kinds = {item for kind in members(argument.hint) for item in get_args(kind) or (kind,)}
+    if [token.value for token in tokens] == ["null"] and NoneType in members(argument.field_info.annotation):
+        return [tokens[0].evolve(value="", implicit_value=None)]
+    if bool in kinds:
+        return [token.evolve(value=str(TRUTH.get(token.value.lower(), token.value))) for token in tokens]
+    if get_origin(argument.hint) in {list, tuple} and argument.keys != ("command",):  # whose words stay as they are
+        items = []
+        for token in tokens:
+            if token.source != "cli":  # of a YAML file, which has lists of its own
+                texts = [token.value]
+            elif token.value.startswith("["):  # a YAML list, for items with commas
+                texts = [str(item) for item in yaml.load(token.value, PlainLoader)]
+            else:
+                texts = [text for text in token.value.split(",") if text]
+            items += [token.evolve(value=text) for text in texts]
+        tokens = items or [token.evolve(implicit_value=get_origin(argument.hint)()) for token in tokens[:1]]
+    for token in tokens:
+        if int in kinds and kinds.isdisjoint({float, str}) and "." in token.value:
+            raise CoercionError(argument=argument, token=token, target_type=int)
+    return tokens
+
+
+def number_limits(name: str) -> Callable[[Any, Any], None]:
+    """Return the validator of numbers of every command; a command's own ranges are checked by its config."""
+    least = 0 if name.endswith("seed") else -MAX_INTEGER
+    most = MAX_THREADS if name == "num_threads" else MAX_INTEGER
+
+    def check(kind: Any, value: Any) -> None:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError("Expected a finite number.")
+            if isinstance(number, int) and not least <= number <= most:
+                raise ValueError(f"Expected an integer from {least} to {most}.")
+
+    return check
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -26,7 +26,6 @@ from draftsmith.launch.commands import (
     check_dashes,
     command_name,
     configure,
-    install_completion,
     leading_words,
     unknown_command,
 )
@@ -168,9 +167,6 @@ def dispatch(args: list[str]) -> int:
     if args and args[0] in {"--version", "-V"}:
         print(f"draftsmith {draftsmith.__version__}")
         return 0
-    if args == ["--install-completion"]:
-        print(f"Written to {install_completion()}. Open a new shell, then press TAB.")
-        return 0
     name = command_name(args)
     if name is not None:
         rest = args[len(name.split()) :]
@@ -242,7 +238,6 @@ def overview(group: str | None) -> str:
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
         "--json prints one document, --quiet the result alone, --verbose library logs;",
-        "--debug shows the traceback of an error; --version prints the version;",
-        "--install-completion completes commands and options in your shell.",
+        "--debug shows the traceback of an error; --version prints the version.",
     ]
     return "\n".join(lines)

@@ -10,7 +10,6 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from draftsmith.launch.errors import UsageError, did_you_mean
@@ -203,21 +202,3 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
 
         fallback = functools.partial(settings_not_given, command.drafter)
     return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional, fallback)
-
-
-def install_completion() -> Path:
-    """Write the completion of commands and options for the user's shell, and return its file."""
-    from cyclopts import App
-
-    from draftsmith.launch.arguments import CommandApp
-
-    root = App("draftsmith", help_flags=("--help",), version_flags=())
-    groups = {"": root}
-    for name, command in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
-        if group not in groups:
-            groups[group] = App(group, version_flags=())
-            root.command(groups[group])
-        app = CommandApp(f"draftsmith {name}", command.config_class(), command.positional, everything=True)
-        groups[group].command(app, name=last)
-    return root.install_completion()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from draftsmith.launch.names import DIFFERENT
 from draftsmith.modules.types import InputError, without_controls, without_passwords
 
 if TYPE_CHECKING:
@@ -81,12 +80,6 @@ def explain_error(error: CycloptsError) -> str:
         key = str(error.token.keyword).strip("[]")
         names = [argument.name.removeprefix("--").replace("-", "_") for argument in error.argument_collection]
         return f"{error.token.source}: unknown key {key}.{did_you_mean(key, names)}"
-    if isinstance(error, UnknownOptionError):
-        unknown = (error.token.keyword or error.token.value).lstrip("-").partition("=")[0]
-        known = {argument.name for argument in error.argument_collection if argument.keys}
-        for theirs, ours in DIFFERENT.items():
-            if unknown.replace("-", "_") in theirs.split() and not known.isdisjoint(ours.replace(",", "").split()):
-                return f"found --{unknown}, expected {ours}."
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return f"found no {error.argument.name}, expected it with a value."
     name = error.argument.name if error.argument is not None else ""

@@ -17,6 +17,7 @@ import torch
 
 import draftsmith
 from draftsmith.launch.arguments import parse
+from draftsmith.launch.cli import take_output_options
 from draftsmith.launch.commands import COMMANDS, configure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +94,7 @@ def test_commands_are_ones_that_the_command_line_takes(name, capsys):
         if command is None:
             assert words[:1] == ["--version"] or any(own.startswith(" ".join(words)) for own in COMMANDS), words
             continue
-        args = words[len(command.split()) :]
+        args = take_output_options(words[len(command.split()) :], set())
         if any(word.endswith(".yaml") for word in args):  # that a command before it writes
             args += ["--print-config"]
             args = [word for word, before in zip(args, ["", *args], strict=False) if "--config" not in (word, before)]

@@ -103,7 +103,6 @@ def test_the_home_directory_is_meant_in_a_file_and_in_python(tmp_path, monkeypat
     ("args", "expected"),
     [
         (["--name", "x", "--cuont", "4"], ["--cuont", "--count"]),
-        (["--nmae", "x"], ["--nmae", "Did you mean --name"]),  # rather than the one that is missing
         (["--name", "x", "--count", "four"], ["--count", '"four"', "int"]),
         (["--count", "4"], ["--name"]),
         (["--name", "x", "--config", "absent.yaml"], ["absent.yaml", "no such file"]),
@@ -355,40 +354,6 @@ def test_options_and_their_names_stay_few():
     own = [names - shared if name.startswith("train ") else names for name, names in options.items()]
     assert len(shared) + sum(map(len, own)) <= 382
     assert len(set().union(*options.values())) <= 166
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-def test_names_of_other_projects_that_mean_the_same_are_accepted(tmp_path, capsys, in_file):
-    names = {"model": "t", "output_dir": "o", "learning-rate": "2e-4", "ttt_length": "5", "max-grad-norm": "0.7"}
-    (tmp_path / "theirs.yaml").write_text("".join(f"{name}: {value}\n" for name, value in names.items()))
-    given = ["--config", str(tmp_path / "theirs.yaml")] if in_file else [f"--{n}={v}" for n, v in names.items()]
-    assert cli.main(["train", "eagle3", "--data", "d", *given, "--print-config"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
-    ours = {name: printed[name] for name in ("target", "output", "lr", "ttt_steps", "clip")}
-    assert ours == {"target": "t", "output": "o", "lr": 0.0002, "ttt_steps": 5, "clip": 0.7}
-
-
-@pytest.mark.parametrize(
-    ("words", "ours"),
-    [
-        ("train eagle3 --data d --gradient-accumulation-steps 4", "--accumulate, which divides --batch-size"),
-        ("train eagle3 --data d --per_device_train_batch_size 4", "--batch-size, of all devices"),
-        ("eval bench --data p --num-speculative-tokens 3", "--methods eagle3:k=5"),
-    ],
-)
-def test_names_of_other_projects_that_count_differently_lead_to_ours(capsys, words, ours):
-    assert cli.main([*words.split(), "--target", "t", "--output", "o"]) == 2
-    assert ours in error_line(capsys)
-
-
-def test_a_shell_completes_commands_and_options(tmp_path, monkeypatch):
-    for name, value in {"HOME": str(tmp_path), "SHELL": "/bin/bash"}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["--install-completion"]) == 0
-    (script,) = tmp_path.rglob("completions/draftsmith")
-    typed = "source $0; COMP_WORDS=(draftsmith train eagle3 --ttt-steps-a); COMP_CWORD=3; _draftsmith; echo $COMPREPLY"
-    result = subprocess.run(["bash", "-c", typed, str(script)], capture_output=True, text=True, check=False)
-    assert result.stdout.strip() == "--ttt-steps-after", result.stderr
 
 
 def test_pydantic_does_not_check_the_options_of_a_command_once_more():
