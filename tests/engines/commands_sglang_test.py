@@ -1,4 +1,5 @@
-"""Every SGLang command that we print or document, in SGLang's own parser and its own check of drafting's options.
+"""Every SGLang command that we print or document, and schedules, in SGLang's own parser, its check of drafting's
+options and its controller of steps.
 
 Its server runs them on a GPU only. Run by `make test-engines`.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import own_code  # noqa: F401
@@ -17,8 +19,10 @@ from exported import cases, command, documented, read
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
+from draftsmith.eval.engines.schedule import ranges, sglang_config
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import RAGGED, sglang_command
 
@@ -72,3 +76,17 @@ def test_documented_commands_and_options_of_notes_are_those_of_sglang(monkeypatc
     assert read_ragged_verify_mode() is RaggedVerifyMode.STATIC
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     assert read_ragged_verify_mode() is RaggedVerifyMode.COMPACT
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 3, 1, 0, 0, 0], [2], [1, 4, 4, 2], [0, 0, 3]])
+def test_every_batch_takes_as_many_steps_as_the_schedule_says(lengths: list[int], tmp_path: Path):
+    path = tmp_path / "sglang.json"
+    path.write_text(json.dumps(sglang_config(ranges(lengths))))
+    assert resolve_candidate_steps_from_config(str(path)) == sorted({*lengths})
+    params = AdaptiveSpeculativeParams(max(lengths), str(path))
+    for accepted in (0, 5):  # whatever is accepted, and for how long
+        for size, steps in enumerate(lengths, start=1):
+            for _ in range(40):
+                assert params.on_verify_complete([min(accepted, steps)] * size, size) is None
+                assert params.get_steps_for_batch(size) == steps
+    assert params.get_steps_for_batch(len(lengths) + 9) == lengths[-1]

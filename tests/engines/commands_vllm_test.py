@@ -1,4 +1,5 @@
-"""Every vLLM command that we print or document, in vLLM's own parser and config. Run by `make test-engines`.
+"""Every vLLM command that we print or document, and schedules, in vLLM's own parser and config. Run by `make
+test-engines`.
 
 Its server runs them on a GPU only: here it is said to have one's model runner and CUDA graphs.
 """
@@ -6,6 +7,7 @@ Its server runs them on a GPU only: here it is said to have one's model runner a
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -21,7 +23,9 @@ from vllm.config.speculative import DraftSampleMethod
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from draftsmith.eval.engines.schedule import ranges, vllm_config
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import DRAWN, vllm_command
 from draftsmith.modules.formats.mtp import MtpFormat
@@ -70,3 +74,14 @@ def test_other_printed_and_documented_commands_have_options_of_vllm():
     assert drawn is not None and drawn[1] in get_args(DraftSampleMethod)
     for _, _, *words in [*map(shlex.split, printed), *documented("vllm serve")]:
         assert (PARSER.parse_args(words).speculative_config or {}).keys() <= fields
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 3, 1, 0, 0, 0], [2], [1, 4, 4, 2], [0, 0, 3]])
+def test_every_batch_drafts_as_many_tokens_as_the_schedule_says(lengths: list[int]):
+    written = json.loads(json.dumps(vllm_config(ranges(lengths))))
+    config = SpeculativeConfig(method="ngram", prompt_lookup_max=3, **written)
+    assert config.num_speculative_tokens == max(lengths) and config.uses_dynamic_speculative_decoding()
+    schedule = config.num_speculative_tokens_per_batch_size
+    assert schedule == ranges(lengths)
+    found = build_dynamic_sd_schedule_lookup(schedule, len(lengths) + 3, config.num_speculative_tokens)
+    assert found[1:] == [*lengths, *[lengths[-1]] * 3]

@@ -68,6 +68,7 @@ EXPORTS = [
     "dflash/speculators",
     "window/vllm",
     "ends/vllm",
+    "residual/speculators",
 ]
 
 
