@@ -22,10 +22,9 @@ from torch import Tensor
 from draftsmith.eval.check.check import CheckReport, check_head
 from draftsmith.eval.check.states import StateSource
 from draftsmith.modules.formats import formats
-from draftsmith.modules.formats.base import NotReadHere, Problem, TargetFacts
+from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.pretrained.directory import read_package
-from draftsmith.modules.types import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = ROOT / "tests" / "published_heads.yaml"
@@ -187,30 +186,6 @@ def tables(drafted: int, vocab: int) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(drafted), "t2d": marks}
 
 
-def latent(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
-    """TorchSpec's EAGLE-3 with DeepSeek's latent attention (deepseek_eagle.py)."""
-    config, width, heads = head.config, head.config["hidden_size"], head.config["num_attention_heads"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    q, kv = config["q_lora_rank"], config["kv_lora_rank"]
-    others = {name: tensor for name, tensor in eagle3(head, facts).items() if "self_attn" not in name}
-    return others | under("midlayer.self_attn", {
-        "q_a_proj.weight": rand(q, 2 * width), "q_a_layernorm.weight": rand(q),
-        "q_b_proj.weight": rand(heads * (nope + rope), q), "kv_a_proj_with_mqa.weight": rand(kv + rope, 2 * width),
-        "kv_a_layernorm.weight": rand(kv), "kv_b_proj.weight": rand(heads * (nope + value), kv),
-        "o_proj.weight": rand(width, heads * value),
-    })  # fmt: skip
-
-
-def peagle(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
-    """SpecForge's P-EAGLE (peagle.py)."""
-    config, width = head.config, head.config["hidden_size"]
-    tensors = eagle3(head, facts, "layers.0")
-    for number in range(1, config["num_hidden_layers"]):
-        layer = {"input_layernorm.weight": rand(width), **attention(config, width), **mlp(config)}
-        tensors |= under(f"layers.{number}", layer)
-    return {**tensors, "mask_hidden": rand(1, 1, 3 * width), "embed_tokens.weight": facts.embed_tokens}
-
-
 def dflash(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
     """z-lab's and SpecForge's DFlash (dflash.py): Qwen3's layers over a block."""
     layer, width = head.layer, head.layer["hidden_size"]
@@ -264,21 +239,6 @@ def deepspec_eagle3(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
     return {**tensors, "embed_tokens.weight": facts.embed_tokens, "lm_head.weight": facts.lm_head}
 
 
-def gated(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
-    """A fork of DeepSpec with Qwen3.5's attention, whose queries have a gate."""
-    tensors = deepspec(head, facts)
-    doubled = {name: tensor.repeat(2, 1) for name, tensor in tensors.items() if name.endswith("q_proj.weight")}
-    return {**tensors, **doubled}
-
-
-def domino(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
-    """SpecForge's Domino (domino.py): DFlash, and a recurrent network over the drafted tokens."""
-    width, inner = head.config["hidden_size"], 2 * RANK
-    gru = {"weight_ih_l0": rand(3 * inner, width), "weight_hh_l0": rand(3 * inner, inner)}
-    projection = {"0.weight": rand(RANK, width + inner), "2.weight": rand(V, RANK)}
-    return {**dflash(head, facts), **under("prefix_gru", gru), **under("embed_proj", projection)}
-
-
 def torchspec(head: Published, facts: TargetFacts) -> dict[str, Tensor]:
     """TorchSpec's DFlash by its own names (torchspec/models/draft/dflash.py)."""
     names = {
@@ -305,10 +265,9 @@ def speculators_eagle3(head: Published, facts: TargetFacts) -> dict[str, Tensor]
 
 
 RULES: dict[str, Callable[[Published, TargetFacts], dict[str, Tensor]]] = {
-    "eagle1": eagle1, "eagle3": eagle3, "eagle3-mla": latent, "peagle": peagle, "dflash": dflash, "dspark": dspark,
-    "dflash2": dflash2,
+    "eagle1": eagle1, "eagle3": eagle3, "dflash": dflash, "dspark": dspark, "dflash2": dflash2,
     "deepspec-dspark": deepspec, "deepspec-dflash": deepspec, "deepspec-eagle3": deepspec_eagle3,
-    "deepspec-dspark-gated": gated, "domino": domino, "torchspec-dflash": torchspec,
+    "torchspec-dflash": torchspec,
     "speculators-dspark": speculators_dspark, "speculators-eagle3": speculators_eagle3,
 }  # fmt: skip
 
@@ -322,28 +281,13 @@ def write(head: Published, facts: TargetFacts, directory: Path) -> dict[str, Ten
     return tensors
 
 
-def outcome(head: Published, directory: Path) -> str:
-    """Return the kind that a head is read as, and each server's verdict, apart by `|`."""
-    facts = head.facts()
-    write(head, facts, directory)
-    source = StateSource(None, facts)
-    try:
-        own = detect(read_package(str(directory)), facts)
-    except NotReadHere as error:
-        served = str(error).partition("served by ")[2]
-        known = {"vLLM", "SGLang"} if not served.startswith("none of") else set()
-        verdicts = ["has a class for it" if name in known and name in served else "-" for name in ("vLLM", "SGLang")]
-        return " | ".join([f"not read here: {str(error.found).partition(', ')[0]}", *verdicts])
-    except InputError as error:
-        return f"refused: {str(error.found).partition(', ')[0]} | - | -"
-    report = check_head(directory, own, source, None, forward=False)
-    if report.lacking:
-        return f"not read here: {first(CheckReport(problems=[Problem(*report.lacking.split(': ', 1))]))} | - | -"
-    if report.read is None:
-        return f"refused: {first(report)} | - | -"
+def outcome(head: Published, facts: TargetFacts, directory: Path) -> str:
+    """Return the kind that a written head is read as, and each server's verdict, apart by `|`."""
+    source, own = StateSource(None, facts), detect(read_package(str(directory)), facts)
+    read = check_head(directory, own, source, None, forward=False).read
     others = (formats().get((server, own.kind)) for server in SERVERS)
     verdicts = [
-        "does not load it" if other is None else verdict(check_head(directory, other, source, None, False, report.read))
+        "does not load it" if other is None else verdict(check_head(directory, other, source, None, False, read))
         for other in others
     ]
     return " | ".join([f"{TITLES[own.kind]} of {own.system}", *verdicts])

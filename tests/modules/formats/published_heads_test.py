@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from published_heads import heads, outcome, write
+from published_heads import Published, heads, outcome, write
+from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from draftsmith.modules.formats.base import TargetFacts
 from draftsmith.modules.formats.foreign import detect
 from draftsmith.modules.formats.llama import frequencies
 from draftsmith.modules.pretrained.directory import read_package
@@ -17,19 +21,23 @@ from draftsmith.modules.rotary import rope_attention_scale
 HEADS = heads()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_it_is_read_and_served_as_before(name, tmp_path):
-    assert outcome(HEADS[name], tmp_path / "head") == HEADS[name].outcome
-
-
-@pytest.fixture(
-    scope="module", params=[name for name, own in HEADS.items() if not own.outcome.startswith("not read here")]
-)
-def read(request, tmp_path_factory):
-    """A head that is read, the tensors in its file, and how `import` reads it."""
+@pytest.fixture(scope="module", params=HEADS)
+def written(request, tmp_path_factory) -> tuple[Published, TargetFacts, Path, dict[str, Tensor]]:
+    """A head, its target's facts, its directory, and the tensors in its file."""
     head, directory = HEADS[request.param], tmp_path_factory.mktemp("heads") / "head"
     facts = head.facts()
-    tensors = write(head, facts, directory)
+    return head, facts, directory, write(head, facts, directory)
+
+
+def test_it_is_read_and_served_as_before(written):
+    head, facts, directory, _ = written
+    assert outcome(head, facts, directory) == head.outcome
+
+
+@pytest.fixture
+def read(written):
+    """A head, the tensors in its file, and how `import` reads it."""
+    head, facts, directory, tensors = written
     package = read_package(str(directory))
     return head, tensors, detect(package, facts).read(package, facts)
 
