@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from torch import Tensor
 
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.formats.base import Package
@@ -31,7 +26,7 @@ class Plain:
     def __init__(self, tensors: Mapping[str, Tensor], llama: LlamaConfig, angles: torch.dtype = torch.float32):
         self.llama, self.angles = llama, angles
         self.tensors = {
-            name: tensor.detach().double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+            name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
         }
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -119,7 +114,7 @@ class PlainEagle3(Plain):
             states = self.norm("input_norm", states)
         fed, found = self.linear("fc", states), []
         for _ in range(steps):
-            out = self._layers(embedding[ids], fed)[-1:]
+            out = self.layers(embedding[ids], fed)[-1:]
             normed = self.norm("norm", out)
             drafted = self.linear("lm_head", normed)
             whole = torch.full((1, self.llama.vocab_size), -math.inf, dtype=drafted.dtype)
@@ -131,7 +126,8 @@ class PlainEagle3(Plain):
             fed = torch.cat([fed, normed if self.raw.get("norm_output") else out])
         return torch.cat(found)
 
-    def _layers(self, embeds: Tensor, fed: Tensor) -> Tensor:
+    def layers(self, embeds: Tensor, fed: Tensor) -> Tensor:
+        """Return the last layer's output [T, H] for pairs of embeddings and fed states [T, H]."""
         normed = self.norm("layers.0.hidden_norm", fed)
         pair = torch.cat([self.norm("layers.0.input_layernorm", embeds), normed], -1)
         x = (normed if self.raw.get("norm_before_residual") else fed) + self.attention("layers.0.", pair)
@@ -224,82 +220,3 @@ class PlainBlock(Plain):
             logits = torch.where(logits >= worst, logits + self.edges(h, previous), -torch.inf)
         odds = self.linear("confidence_head.proj", inputs)[0] if self.config.confidence else None
         return logits, odds, memory
-
-
-# -- a whole decoder, whose tau ours is compared with
-
-
-@dataclass
-class Counts:
-    """Over prompts: emitted tokens, and target calls with the prefill."""
-
-    tokens: int = 0
-    target_calls: int = 0
-
-    @property
-    def tau(self) -> float:
-        return self.tokens / self.target_calls
-
-
-class SlowEagle:
-    """Greedy EAGLE decoding: a target by transformers, and an EAGLE-1 head in the layout of vLLM and SafeAILab, without
-    biases."""
-
-    def __init__(self, target: str | Path, head: str | Path):
-        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        config = AutoConfig.from_pretrained(head)
-        config._attn_implementation = "eager"
-        self.rope = LlamaRotaryEmbedding(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.layers[0].input_layernorm = nn.Identity()
-        state = load_file(Path(head) / "model.safetensors")
-        own = nn.ModuleDict({"fc": self.fc, "layers": self.layers})
-        own.load_state_dict(state, strict=True)
-
-    def head(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Return hidden states [T, H]. ids: [T], the token after each feature. features: [T, H]."""
-        embeds = self.target.get_input_embeddings()(ids)
-        x = self.fc(torch.cat([embeds, features], -1))[None]
-        length = x.shape[1]
-        rotary = self.rope(x, torch.arange(length)[None])
-        mask = torch.full((length, length), torch.finfo(x.dtype).min).triu(1)[None, None]
-        for layer in self.layers:
-            x = layer(x, attention_mask=mask, position_embeddings=rotary)
-        return x[0]
-
-    def read(self, ids: list[int]) -> tuple[Tensor, list[int]]:
-        """Return features [T, H] after the final norm, and the target's greedy choice after each token."""
-        features = self.target.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-        return features, self.target.get_output_embeddings()(features).argmax(-1).tolist()
-
-    @torch.no_grad()
-    def decode(self, prompt: list[int], k: int, max_new_tokens: int, eos: set[int], counts: Counts) -> list[int]:
-        """Return the answer, with its end token; `counts` goes up by what it cost."""
-        features, choices = self.read(prompt)
-        calls, answer = 1, [choices[-1]]
-        while len(answer) < max_new_tokens and not eos & set(answer):
-            drafted = self.draft([*prompt, *answer], features, k)
-            features, choices = self.read([*prompt, *answer, *drafted])
-            calls += 1
-            known = len(prompt) + len(answer)
-            accepted = 0
-            while accepted < k and drafted[accepted] == choices[known - 1 + accepted]:
-                accepted += 1
-            answer += [*drafted[:accepted], choices[known - 1 + accepted]]
-            features = features[: known + accepted]
-        ends = [i for i, token in enumerate(answer) if token in eos]
-        answer = answer[: min([max_new_tokens, *(i + 1 for i in ends)])]
-        counts.tokens += len(answer)
-        counts.target_calls += calls
-        return answer
-
-    def draft(self, ids: list[int], features: Tensor, k: int) -> list[int]:
-        """features: true ones of all tokens but the last."""
-        drafted: list[int] = []
-        for _ in range(k):
-            fed = torch.tensor([*ids[1:], *drafted])
-            hidden = self.head(fed, features)
-            drafted.append(int(self.target.get_output_embeddings()(hidden[-1]).argmax()))
-            features = torch.cat([features, hidden[-1:]])
-        return drafted

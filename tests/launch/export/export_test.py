@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles.heads import Counts, SlowEagle
 from safetensors.torch import load_file
 from servers import Hub
 from worlds import quick_eagle3_head, tiny_llama_dir
 
-from draftsmith.eval.bench.command import BenchConfig, bench
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.results import read_rows
-from draftsmith.eval.check.states import PROMPTS
 from draftsmith.launch.cli import main
 from draftsmith.launch.export.export import expected_gain, num_drafted
 from draftsmith.launch.export.export import run as export
@@ -33,7 +28,6 @@ from draftsmith.modules.pretrained.heads import head_fields, load_head, save_hea
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 
-K, NEW_TOKENS = 3, 40
 ROUND_TRIPS = [
     ("eagle", "vllm"), ("eagle", "sglang"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("dflash", "vllm"),
     ("dflash", "llamacpp"), ("dspark", "sglang"), ("dspark", "speculators"), ("dspark", "llamacpp"),
@@ -49,23 +43,6 @@ def test_a_head_comes_back_as_it_was(exchange, checked, tmp_path, kind, format):
     head, back = load_head(exchange.head(kind)), load_head(tmp_path / "back")
     assert head.config == back.config and getattr(head.config, "reduced", True)
     assert all(torch.equal(tensor, stored_tensors(back)[name]) for name, tensor in stored_tensors(head).items())
-
-
-def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_directory(exchange, tmp_path):
-    target, prompts = exchange.target("eagle"), tmp_path / "prompts.jsonl"
-    # Those that the head knows the answers of.
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    config = BenchConfig(
-        target=target, data=str(prompts), head=str(exchange.head("eagle")), methods=f"eagle:k={K}", repeats=1,
-        max_new_tokens=NEW_TOKENS, output=tmp_path / "bench",
-    )  # fmt: skip
-    tau = {row["method"]: row for row in bench(config)["methods"]}[f"eagle:k={K}"]["tau"]
-    answers = [line["token_ids"] for line in read_rows(config.output) if line["method"] == f"eagle:k={K}"]
-    slow, counts = SlowEagle(Path(target), exchange.export("vllm", "eagle")), Counts()
-    eos = set(load_lm(target).info.eos_ids)
-    rows = read_prompts(str(prompts), target)
-    assert [slow.decode(list(row.prompt_ids), K, NEW_TOKENS, eos, counts) for row in rows] == answers
-    assert counts.tau == tau > 1.2  # drafts are accepted, and others are not
 
 
 def test_weights_may_be_written_in_another_type(exchange, tmp_path):

@@ -158,7 +158,13 @@ def test_spans_of_a_batch_add_up_to_it(head, target):
         assert all((whole - other).abs().max() < 1e-9 for other in others)
 
 
-@pytest.mark.parametrize("size", [0, 80])
+# Columns of the vocabulary are drawn for a Markov head, a selector, and neither; of a reduced one there are all.
+SAMPLED = ("vanilla", "dflash2", "dflash", "reduced")
+
+
+@pytest.mark.parametrize(
+    ("head", "size"), [*((name, 0) for name in HEADS), *((name, 80) for name in SAMPLED)], indirect=["head"]
+)
 def test_the_loss_is_its_formula_and_so_is_its_gradient(head, target, size, monkeypatch):
     """Token by token over plain logits in float64, and numerically: every weight's gradient along a direction."""
     monkeypatch.setattr("draftsmith.modules.losses.CHUNK_ELEMENTS", 3 * (size or 300))  # several chunks

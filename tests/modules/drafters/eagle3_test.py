@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracles import drafts
 from oracles.drafts import Linear
+from oracles.heads import PlainEagle3
 from torch import Tensor
 
 from draftsmith.modules.drafters.base import TrainStep
@@ -23,8 +24,8 @@ from draftsmith.modules.drafters.eagle3 import (
     layer_like,
 )
 from draftsmith.modules.drafters.vocabulary import draft_vocabulary
+from draftsmith.modules.formats.base import Package
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling, captured_layers
-from draftsmith.modules.rotary import rotate
 from draftsmith.modules.types import FeatureBatch, InputError
 
 H, V, PASSES = 12, 17, 3
@@ -179,22 +180,23 @@ def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
     assert config.aux_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize(
-    ("late", "reduced"),
-    [
-        ({}, True),
-        ({"fc_norm": True, "norm_output": True}, True),
-        ({"norm_before_fc": True}, True),
-        ({"norm_before_residual": True}, False),
-        ({"window": 5}, True),
-        ({"num_layers": 3, "window": 5}, True),
-        ({"own_embedding": True}, True),
-    ],
-    ids=str,
-)
-def test_decoding_computes_what_training_computed(late: dict[str, Any], reduced: bool) -> None:
+NUM_STEPS = 4
+SHAPES = [
+    {},
+    {"window": 5},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True},
+    {"norm_before_residual": True},
+    {"num_layers": 2, "norm_before_residual": True},
+    {"num_layers": 3, "window": 4},
+]
+OWN = {"own_embedding": True}
+
+
+@pytest.mark.parametrize(("shape", "reduced"), [*((shape, True) for shape in SHAPES), (OWN, False)], ids=str)
+def test_decoding_computes_what_training_computed(shape: dict[str, Any], reduced: bool) -> None:
     """States and logits of drafts from a text, token by token."""
-    head = head_of(reduced, **late).requires_grad_(False)
+    head = head_of(reduced, **shape).requires_grad_(False)
     text, drafted, target = [3, 1, 4, 1, 5, 9], [2, 6, 5], TARGET
     features = torch.randn(len(text), 3 * H, dtype=torch.float64)
     branches: Any = BranchDrafter(head.net(target), len(drafted))
@@ -211,50 +213,15 @@ def test_decoding_computes_what_training_computed(late: dict[str, Any], reduced:
         assert logits[unknown].eq(-torch.inf).all()
 
 
-NUM_STEPS = 4
-SHAPES = [
-    {},
-    {"window": 5},
-    {"fc_norm": True, "norm_output": True},
-    {"norm_before_fc": True},
-    {"norm_before_residual": True},
-    {"num_layers": 2, "norm_before_residual": True},
-    {"num_layers": 3, "window": 4},
-]
-
-
-def layers_once(net: Eagle3Head, embeds: Tensor, states: Tensor) -> Tensor:
-    """The last output of the layers over a whole sequence of pairs [T, H], written out without a cache."""
-    place = torch.arange(len(states))
-    hidden = place[:, None] < place
-    if net.config.llama.sliding_window is not None:
-        hidden = hidden | (place <= place[:, None] - net.config.llama.sliding_window)
-    x = states
-    for number, layer in enumerate([net.layer, *net.layers.values()]):
-        if number == 0:
-            state = layer.hidden_norm(x)
-            read = torch.cat([layer.input_layernorm(embeds), state], -1)
-            x = state if net.config.norm_before_residual else x
-        else:
-            read = layer.input_layernorm(x)
-        attention = layer.self_attn
-        query, key, value = (
-            linear(read).view(len(x), -1, attention.head_dim).transpose(0, 1)
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        cos, sin = net.cos[: len(x)], net.sin[: len(x)]
-        scores = rotate(query, cos, sin) @ rotate(key, cos, sin).repeat_interleave(2, 0).mT / attention.head_dim**0.5
-        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
-        x = x + attention.o_proj(mixed.transpose(0, 1).flatten(1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return net.norm(x[-1]) if net.config.norm_output else x[-1]
-
-
 def chain(net: Eagle3Head, embeds: Tensor, states: Tensor, start: int, ttt_steps: int) -> list[Tensor]:
     """What a chain from row `start` reads and gives: true states up to there, its own ones from then on."""
+    tensors = {f"mid{name}" if name.startswith("layer.") else name: own for name, own in net.named_parameters()}
+    fields = {"norm_before_residual": net.config.norm_before_residual, "num_hidden_layers": net.config.llama.num_layers}
+    plain = PlainEagle3(Package(fields, tensors), net.config.llama)
     read, given = list(net.read(states)[: start + 1]), []
     for j in range(ttt_steps):
-        given.append(layers_once(net, embeds[: start + 1 + j], torch.stack(read)))
+        last = plain.layers(embeds[: start + 1 + j], torch.stack(read))[-1]
+        given.append(plain.norm("norm", last) if net.config.norm_output else last)
         read.append(given[-1])
     return given
 

@@ -3,12 +3,13 @@ tokens, and lm_heads of their own beside the target's."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import drafts
+from oracles.heads import Plain
 from oracles.tables import H, TableLM, V, random_hydra_heads, random_medusa_heads
 from torch import Tensor
 
@@ -31,16 +32,9 @@ EACH = pytest.mark.parametrize("name", HEADS)
 
 def batch(packed: bool = False) -> FeatureBatch:
     rng, shape = torch.Generator().manual_seed(0), (2, 9)
-    real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
-    fields = {
-        "input_ids": torch.randint(V, shape, generator=rng),
-        "features": torch.randn(*shape, H, generator=rng, dtype=torch.float64),
-        "loss_mask": real & (torch.rand(shape, generator=rng) < 0.7),
-        "position_ids": torch.arange(9).expand(shape),
-    }
-    if packed:
-        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
-    return FeatureBatch(**fields)
+    ids = torch.randint(V, shape, generator=rng)
+    features = torch.randn(*shape, H, generator=rng, dtype=torch.float64)
+    return drafts.batch_of(ids, features, torch.rand(shape, generator=rng) < 0.7, LENGTHS, packed)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -48,31 +42,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 def prefix(head: HydraHead, states: Tensor) -> Tensor:
-    """[T, H] -> the same: one Llama decoder layer and its final norm over states [T, H], token by token."""
-    (layer,) = head.layers
-    eps = head.config.llama.rms_eps
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-    def turned(x: Tensor, position: int) -> Tensor:
-        half = H // 2
-        angles = torch.tensor([position * 10000.0 ** (-2 * i / H) for i in range(half)]).double()
-        a, b = x[:half], x[half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
-
-    read = norm(states, layer.input_layernorm.weight)
-    attention, found = layer.self_attn, []
-    for t in range(len(states)):
-        query = turned(attention.q_proj.weight @ read[t], t)
-        keys = torch.stack([turned(attention.k_proj.weight @ read[s], s) for s in range(t + 1)])
-        values = torch.stack([attention.v_proj.weight @ read[s] for s in range(t + 1)])
-        mixed = torch.softmax(keys @ query / math.sqrt(H), 0) @ values
-        x = states[t] + attention.o_proj.weight @ mixed
-        y, mlp = norm(x, layer.post_attention_layernorm.weight), layer.mlp
-        x = x + mlp.down_proj.weight @ (silu(mlp.gate_proj.weight @ y) * (mlp.up_proj.weight @ y))
-        found.append(norm(x, head.norm.weight))
-    return torch.stack(found)
+    """[T, H] -> the same: one Llama decoder layer and its final norm over states [T, H]."""
+    plain, layer = Plain(dict(head.named_parameters()), head.config.llama), "layers.0."
+    x = states + plain.attention(layer, plain.norm(f"{layer}input_layernorm", states))
+    return plain.norm("norm", x + plain.mlp(layer, plain.norm(f"{layer}post_attention_layernorm", x)))
 
 
 def logits_of(head: Any, target: TableLM, number: int, state: Tensor, tokens: list[int]) -> Tensor:

@@ -55,8 +55,7 @@ def head(request, target) -> Any:
     return head
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(("shape", "static"), [("chain", True), ("tree", False)])
 def test_rounds_far_behind_a_window_are_those_of_the_whole_text(head, target, shape, static):
     """Every drafted token, and what a chain's are drawn from, are as `BranchDrafter` finds them over an uncut text."""
     net, rounds, answered = head.net(target), list[list[Round]](), 60
