@@ -27,6 +27,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Take back the threads that a command has set: sums are in one order."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Tiny models that agree now and then: target, draft, eagle, acceptance and prompts -> path."""
+    from worlds import make_tiny_world
+
+    return make_tiny_world(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
 def drafters_registry(monkeypatch):
     """Restore the registries of drafters, methods and commands after a test that adds a folder to them."""

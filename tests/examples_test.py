@@ -28,15 +28,6 @@ from draftsmith.modules.types import SamplingParams
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Beside other tests more only stand in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -17,10 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.text import Text
 from servers import Server
-from worlds import make_tiny_world
 
 from draftsmith.data import console
 from draftsmith.data.console import console_output, log_note, print_facts, print_table, print_text, table_from_cells
@@ -65,12 +63,6 @@ def terminal(monkeypatch) -> Iterator[Callable[[], str]]:
         yield ended
     screen.close()
     os.close(master)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, str]:
-    torch.set_num_threads(1)
-    return make_tiny_world(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_streamed_answer_shows_what_a_terminal_would_obey(models, monkeypatch, capsys):

@@ -28,15 +28,6 @@ class Artifacts:
     features: Path
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order, whatever the machine: runs are compared bit by bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     root = tmp_path_factory.mktemp("artifacts")
