@@ -280,17 +280,12 @@ TRAIN_ON = "train eagle --data {d} --target {target} --output {out} --max-steps 
 CHECK = "check {d} --format vllm --target {target}"
 ENDLESS: list[tuple[str, Callable[..., Callable[[Ground, Path], dict[str, object]]], tuple[str, ...], Spoil]] = [
     ("decode Hi --target {d} --method ar", partial(spoilt, "target"),
-        ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"), pipe),
-    ("decode Hi --target {d} --method ar", partial(spoilt, "target"), ("config.json", "tokenizer.json"), zeros),
+        ("config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"), pipe),
+    ("decode Hi --target {d} --method ar", partial(spoilt, "target"), ("config.json",), zeros),
     ("decode Hi --target {d} --method ar", partial(spoilt, "target"), ("config.json", "tokenizer.json"), terabyte),
-    (DECODE_HEAD, head, ("config.json", "manifest.json", "model.safetensors"), pipe),
-    (DECODE_HEAD, head, ("config.json", "model.safetensors"), zeros),
-    (DECODE_HEAD, head, ("config.json",), terabyte),
+    (DECODE_HEAD, head, ("model.safetensors",), zeros),
     (INSPECT, partial(spoilt, "features"), ("manifest.json", f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
-    (TRAIN_ON, partial(spoilt, "features"), (f"{SHARD}.parquet", f"{SHARD}.safetensors"), pipe),
-    (COMPARE, partial(spoilt, "bench"), ("results.json", "prompts.parquet"), pipe),
-    (CHECK, partial(spoilt, "exported"), ("config.json", "model.safetensors"), pipe),
-    (CHECK, partial(spoilt, "exported"), ("config.json",), zeros),
+    (COMPARE, partial(spoilt, "bench"), ("prompts.parquet",), pipe),
 ]  # fmt: skip
 ROWS += [
     Row(f"{words.split()[0]} {words.split()[1]}: {name} as a {spoil.__name__}", words, (name,), make(name, spoil))

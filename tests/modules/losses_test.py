@@ -15,7 +15,6 @@ from draftsmith.modules import losses
 from draftsmith.modules.drafters.medusa import token_loss
 from draftsmith.modules.losses import (
     acceptance_loss,
-    chunked,
     compare_blocks,
     distances,
     sampled_columns,
@@ -216,22 +215,6 @@ def test_a_frozen_lm_head_and_no_tokens():
     assert nothing.total == 0 and nothing.accepted.shape == (0, 3)
 
 
-def test_terms_are_differentiated_one_after_the_other():
-    """So that the logits of one exist at a time."""
-    order = []
-    x = torch.ones(5, 2, requires_grad=True)
-
-    def loss(rows: Tensor):
-        for factor in (1.0, 2.0):
-            term = factor * rows
-            term.register_hook(lambda grad, factor=factor: order.append(-factor))
-            order.append(factor)
-            yield term.sum()
-
-    chunked(loss, 1, [x]).backward()
-    assert order == [1, -1, 2, -2] and x.grad.eq(3).all()
-
-
 def columns_case() -> tuple[Callable[[Tensor], Tensor], Tensor]:
     torch.manual_seed(0)
     lm_head = torch.randn(300, 8, dtype=torch.float64)
@@ -259,15 +242,3 @@ def test_some_column_stands_for_the_tokens_that_have_none(size):
             lm_head, wanted[:rows], torch.arange(20, 20 + rows), size, torch.Generator().manual_seed(1)
         )
         assert columns.log_counts.exp().sum() == pytest.approx(300) and len(columns.tokens) >= rows
-
-
-@pytest.mark.parametrize(("device", "rows"), [("cpu", losses.CPU_ROWS), ("meta", 2**15)])
-def test_rows_whose_logits_are_made_at_a_time(device, rows):
-    """Small blocks where there are caches to stay in, of many tokens of vocabulary no more than are to exist, and of
-    like sizes."""
-    count = 2**16 + 1
-    sizes = [len(range(count)[part]) for part in losses.row_chunks(count, 2**10, torch.device(device))]
-    assert sum(sizes) == count and len(sizes) == math.ceil(count / rows)
-    assert max(sizes) <= rows and max(sizes) - min(sizes) <= 1
-    assert len(list(losses.row_chunks(7, 2**26, torch.device(device)))) == 7
-    assert len(list(losses.row_chunks(0, 1, torch.device(device)))) == 1  # and it has no row

@@ -3,7 +3,6 @@ place before."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from oracles.tables import TableLM, V
 from transformers import AutoModelForCausalLM
 from worlds import CONTEXT, GREEDY, NEW_TOKENS, World, make_world, small_lm, tiny_llama_dir
 
-from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.decoding.loop import Generation, generate_one
 from draftsmith.modules.decoding.plain import ROUNDS_TOGETHER, PromptAnswer, RowPool
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -136,13 +134,6 @@ def test_rows_of_a_large_vocabulary_are_drawn_by_the_inverse_cdf(size):
     assert (draw_rows(probs, uniforms) == NO_TOKEN).nonzero()[:, 0].tolist() == [3, 4, 5]
 
 
-def test_groups_hold_sequences_of_like_lengths():
-    groups = group_by_length(LENGTHS, most_tokens=96, most_padding=0.1)
-    assert sorted(itertools.chain(*groups)) == list(range(len(LENGTHS)))
-    assert [[LENGTHS[i] for i in group] for group in groups] == [[64], [60], [59], [32, 31, 31], [30], [7], [2], [1]]
-    assert group_by_length([1, 9], most_tokens=4) == [[1], [0]], "a sequence longer than a group is alone"
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompts_that_are_read_together_are_read_as_alone(tmp_path, family):
     """Logits of the last tokens, and what follows, against transformers on each prompt; rows in any places, which other
@@ -163,26 +154,6 @@ def test_prompts_that_are_read_together_are_read_as_alone(tmp_path, family):
     followed = session.extend([[9] if place != 4 else [] for place in range(len(prompts))]).logits[:, 0]
     for place in places:
         torch.testing.assert_close(followed[place], later[place], **close)
-
-
-def test_prompts_wait_until_a_group_is_free():
-    """With 64 rows few prompts are read alone, and most rows are in use."""
-    lm, rows, count = small_lm(1), 64, 600
-    read = list[int]()
-    session = lm.session(rows, 40)
-    prefill = session.prefill
-    session.prefill = lambda places, tokens: read.append(len(places)) or prefill(places, tokens)
-    pool = RowPool(lm, GREEDY, rows, 30, session)
-    active = list[int]()
-
-    def waiting():
-        for i in range(count):
-            active.append(pool.num_active)
-            yield PromptAnswer(lm.info, [1 + i % 5] * 3, 5 + i * 7919 % 19, TorchSource(i), (), i)
-
-    assert len(list(pool.run(waiting()))) == count
-    assert sum(size for size in read if size == 1) <= 0.05 * count
-    assert sum(active[rows:]) / len(active[rows:]) > 0.85 * rows  # when they are taken
 
 
 def test_a_broken_row_is_named_within_rounds_that_run_together():

@@ -15,7 +15,7 @@ from oracles.tables import PROMPT, TableLM, V
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree
-from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.chain import draft_ahead, draft_chain
 from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.stop import ConfidenceStop, FixedLengthStop
 from draftsmith.modules.decoding.tree import DraftTree, StaticTree, chain_parents
@@ -216,3 +216,28 @@ def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, te
         node = equal[0]
         path.append(node)
     assert verdict.path == tuple(path) and verdict.next_token == choices[node + 1]
+
+
+def test_chains_of_known_lengths_use_up_the_numbers_of_the_tokens_that_are_kept():
+    """An end token ends a chain: the numbers behind it are left for the verification."""
+    end, table = 2, torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+
+    def expand(tokens, parents, depth):
+        (token,) = tokens
+        return Level(table[int(token)][None], table[int(token)][None])
+
+    ended = 0
+    for seed, length in zip(range(36), (5, 3, 4) * 12, strict=True):
+        found, root = [], expand([seed % 3], None, 0)
+        for ahead in (False, True):
+            source = TorchSource(seed)
+            sampler = Sampler(SamplingParams(1.0), source)
+            if ahead:
+                tree = draft_ahead(root, expand, length, sampler, (end,))
+            else:
+                tree = draft_chain(root, expand, FixedLengthStop(9), length, sampler, [0], (end,))
+            prob = torch.stack(list(tree.draft_prob))
+            found.append((tree.tokens, tree.draft_calls, prob.tolist(), source.uniform()))
+        assert found[0] == found[1]
+        ended += len(found[0][0]) < length
+    assert ended > 5

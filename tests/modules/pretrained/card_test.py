@@ -80,12 +80,6 @@ def test_a_trained_heads_card_says_what_a_reader_needs():
     assert matter["base_model"] == "owner/model" and matter["library_name"] == "draftsmith"
 
 
-@pytest.mark.parametrize("path", ["embedded:target", "/models/llama", "./runs/model"])
-def test_only_a_hub_id_is_a_base_model(path):
-    matter, _ = parts(model_card("eagle", eagle_manifest(target=path)))
-    assert "base_model" not in matter
-
-
 def test_a_license_is_stated_or_said_not_to_be():
     matter, sections = parts(model_card("eagle", eagle_manifest()))
     assert (matter["license"], matter["license_name"]) == ("other", "not-stated")
@@ -116,17 +110,6 @@ def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     assert "held-out tokens: 0.05" in text
     assert "--target TARGET --head 'a draft' --acceptance DIR" in sections["How to use it"]
     assert "decode PROMPT --target t --head 'a draft'" in model_card("acceptance", manifest, measured=MEASURED)
-
-
-def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():
-    export = {"format": "vllm", "command": "vllm serve owner/model", "checks": ["logits as ours"]}
-    export |= {"head": {"path": "runs/head", "sha256": "7777"}, "weights": "bfloat16"}
-    card = model_card("eagle", eagle_manifest(), export=export)
-    matter, sections = parts(card)
-    assert matter["library_name"] == "vllm" and "# EAGLE head, exported for vllm" in card
-    assert "- weights in bfloat16, of a head of sha256 `7777`" in card
-    assert "vllm serve owner/model" in sections["How to use it"] and "- logits as ours" in sections["How to use it"]
-    assert "draftsmith export" not in card
 
 
 def test_a_card_is_written_anew_with_what_was_measured(tmp_path):

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import tiny_llama_dir
 
-from draftsmith.modules.drafters import head_class
-from draftsmith.modules.formats import formats
-from draftsmith.modules.pretrained import checkpoint
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.reading import tensor_headers
-from draftsmith.modules.targets.base import final_state
 from draftsmith.modules.types import InputError
 
 # huggingface.co: ai21labs/Jamba-v0.1, ibm-ai-platform/Bamba-9B, mistralai/Mamba-Codestral-7B-v0.1,
@@ -80,31 +73,6 @@ def test_a_published_config_decides_these(tmp_path, name):
     text = PUBLISHED[name].get("text_config", PUBLISHED[name])
     assert (model.shape.vocab_size, model.shape.hidden_size) == (text["vocab_size"], text["hidden_size"])
     assert model.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(("name", "layers"), [("jamba", (5, 13, 29)), ("bamba", (10, 19, 28)), ("mllama", (2, 16, 29))])
-def test_heads_of_a_published_config_read_states_that_there_are(tmp_path, name, layers):
-    shape, head = opened(tmp_path, name).shape, head_class("eagle3")
-    config = head.new_config(head.Settings(), shape)
-    assert config.aux_layers == layers and head.loss_layers(config, shape.num_layers) == (*layers, final_state(32))
-
-
-@pytest.mark.parametrize("name", ["jamba", "bamba", "mamba2"])
-def test_a_hybrid_that_vllm_does_not_serve_is_refused(tmp_path, name):
-    assert formats()["vllm", "eagle3"].unserved(opened(tmp_path, name).facts)
-
-
-def test_a_load_opens_each_file_once(tmp_path, monkeypatch):
-    directory, calls = tiny_llama_dir(tmp_path / "model"), Counter[str]()
-
-    def count(module: Any, name: str) -> None:
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, **named: calls.update([name]) or real(*args, **named))
-
-    for module, name in ((checkpoint, "model_directory"), (checkpoint, "safe_open"), (checkpoint, "tensor_headers")):
-        count(module, name)
-    load_lm(directory)
-    assert calls == {"model_directory": 1, "safe_open": 1, "tensor_headers": 1}
 
 
 @pytest.mark.parametrize(

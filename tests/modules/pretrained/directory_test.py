@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,34 +82,21 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def evil_tar(content: object, file: Path) -> None:
-    """The oldest form of torch: a tar of pickles."""
-    with tarfile.open(file, "w") as archive:
-        for name in ("storages", "tensors", "pickle"):
-            body = pickle.dumps(content, protocol=2)
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            archive.addfile(info, io.BytesIO(body))
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("zip", "pytorch_model.bin"), ("legacy", "head.bin"), ("bare pickle", "head.pt"), ("tar", "pytorch_model.bin")],
+    [("zip", "pytorch_model.bin"), ("legacy", "head.bin"), ("bare pickle", "head.pt")],
 )
 def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
     marker, file = tmp_path / "ran", head / name
     content = {**weights(), "evil": Evil(marker)}
     if form == "bare pickle":
         file.write_bytes(pickle.dumps(Evil(marker), protocol=2))
-    elif form == "tar":
-        evil_tar(Evil(marker), file)
     else:
         save_torch(content, file, legacy=form == "legacy")
     message = refusal(head)
     assert not marker.exists()
     assert str(file) in message and "weights_only" not in message  # torch advises to switch its check off
-    if form != "tar":
-        assert f"{os.mkdir.__module__}.mkdir" in message
+    assert f"{os.mkdir.__module__}.mkdir" in message
     pickle.loads(pickle.dumps(Evil(marker)))
     assert marker.exists()  # it would have run
 

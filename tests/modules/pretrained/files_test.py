@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import multiprocessing
 import os
-import resource
 import subprocess
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
-from bad_input.row import Ground
 from forked import forked
 
-from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import files
 from draftsmith.modules.pretrained.files import (
     CannotWrite,
@@ -31,11 +25,6 @@ from draftsmith.modules.pretrained.files import (
 )
 from draftsmith.modules.pretrained.reading import misfits, read_lines
 from draftsmith.modules.types import InputError
-
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory) -> Ground:
-    return Ground(tmp_path_factory.mktemp("ground"))
 
 
 @pytest.mark.parametrize("write", [write_text, append], ids=["whole", "appended"])
@@ -58,32 +47,6 @@ def full_disk(tmp_path_factory):
     (place / "filler").write_bytes(bytes(56 * 1024))
     yield place
     subprocess.run(["umount", str(place)], check=True)
-
-
-def leftovers(out: Path) -> list[str]:
-    """Halves of files, and what says that something is complete."""
-    complete = ("manifest.json", "results.json", "report.html", "tables.md", "training.json")
-    return [str(path) for path in out.rglob("*") if ".tmp" in path.name or path.name in complete]
-
-
-def test_a_limit_of_file_sizes_is_one_line_of_a_command(ground, tmp_path):
-    """The operating system refuses each file beyond 300 bytes."""
-    words = f"data prompts --source {ground.chats} --target {ground.target} --output {tmp_path}/out/prompts"
-    found, told = multiprocessing.Pipe(duplex=False)
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            code = main(words.split())
-        told.send((code, said.getvalue()))
-
-    process = forked(limited)
-    process.join()
-    assert process.exitcode == 0
-    code, said = found.recv()
-    assert code == 2 and "Traceback" not in said, said
-    assert said.count("draftsmith: error: ") == said.count("File too large") == 1, said
-    assert leftovers(tmp_path / "out") == []
 
 
 WRITERS = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError, SamplingParams
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +132,85 @@ def test_a_lean_engine_that_computes_something_else_is_not_used(directory, tmp_p
         load_lm(str(directory), loader="lean")
 
 
+def identity(directory: Path, **how: Any) -> dict[str, str]:
+    return load_lm(str(directory), **how).info.identity
+
+
 def test_identity_is_the_weights_and_the_config_not_how_they_were_loaded(pristine, directory, tmp_path):
-    identity = load_lm(str(pristine)).info.identity
-    assert load_lm(str(directory)).info.identity == identity
-    assert load_lm(str(directory), dtype="bfloat16").info.identity == identity
+    own = identity(pristine)
+    assert identity(directory) == identity(directory, dtype="bfloat16") == own
     change_config(directory, transformers_version="5.0.0", use_cache=False)
-    assert load_lm(str(directory)).info.identity == identity
+    assert identity(directory) == own
     change_config(directory, rms_norm_eps=1e-3)
-    other = load_lm(str(directory)).info.identity
-    assert other["config"] != identity["config"] and other["lm_head"] == identity["lm_head"]
-    retrained = load_lm(str(tiny_llama_dir(tmp_path / "other", seed=1))).info.identity
-    assert retrained["config"] == identity["config"] and retrained["lm_head"] != identity["lm_head"]
+    other = identity(directory)
+    assert other["config"] != own["config"] and other["lm_head"] == own["lm_head"]
+    retrained = identity(tiny_llama_dir(tmp_path / "other", seed=1))
+    assert retrained["config"] == own["config"] and retrained["lm_head"] != own["lm_head"]
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_one_changed_value_is_another_model(pristine, directory, engine):
+    change_state(directory, lambda state: state[DOWN].index_put_((torch.tensor(3), torch.tensor(5)), torch.tensor(9.0)))
+    before, after = identity(pristine, loader=engine), identity(directory, loader=engine)
+    assert [key for key in before if before[key] != after[key]] == ["weights"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_types_engines_and_prefixes_are_the_same_model(tmp_path, tied):
+    # bfloat16 weights, so that each type holds them exactly.
+    first = tiny_llama_dir(tmp_path / "first", tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
+    model.save_pretrained(first)
+    expected = identity(first)
+    assert identity(first, loader="hf") == identity(first, dtype="float16") == expected
+    for name, dtype, size in (("float32", torch.float32, "5GB"), ("shards", torch.bfloat16, "20KB")):
+        other = Path(shutil.copytree(first, tmp_path / name))
+        (other / "model.safetensors").unlink()
+        model.to(dtype).save_pretrained(other, max_shard_size=size)
+        assert identity(other) == identity(other, loader="hf") == expected, name
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    state = {name.removeprefix("model."): tensor for name, tensor in load_file(first / "model.safetensors").items()}
+    if tied:  # some files have it, some have not
+        state["lm_head.weight"] = state["embed_tokens.weight"].clone()
+    save_file(state, first / "model.safetensors", {"format": "pt"})
+    assert identity(first) == expected
+
+
+def test_what_decides_token_ids_is_in_the_encoding(pristine, directory):
+    before = Checkpoint(pristine).tokenizer_identity
+    file = directory / "tokenizer.json"
+    original = json.loads(file.read_text())
+
+    def now(**changes: Any) -> dict[str, str]:
+        file.write_text(json.dumps({**original, **changes}))
+        return Checkpoint(directory).tokenizer_identity
+
+    assert now(truncation={"max_length": 5, "strategy": "LongestFirst", "direction": "Right", "stride": 0}) == before
+    merges = original["model"]["merges"]
+    as_text = [" ".join(pair) if isinstance(pair, list) else pair for pair in merges]
+    assert now(model={**original["model"], "merges": as_text, "ignore_merges": False}) == before
+    fewer = now(model={**original["model"], "merges": merges[:-1]})
+    lower = now(normalizer={"type": "Lowercase"})
+    for other in (fewer, lower):
+        assert other["tokenizer"] == before["tokenizer"] and other["encoding"] != before["encoding"]
+    assert fewer["encoding"] != lower["encoding"]
+
+
+def test_a_large_tensor_is_sampled_from_its_first_value_to_its_last(directory):
+    """A tensor of 64 GB, whose file has holes: its values would take a minute to read."""
+    head = {"x": {"dtype": "BF16", "shape": [2**19, 2**16], "data_offsets": [0, 2**36]}}
+    header, file = json.dumps(head).encode(), directory / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    size = file.stat().st_size + 2**36
+    os.truncate(file, size)
+    found = [Checkpoint(directory).identity["weights"]]
+    for place in (size - 2**36, size - 1, size // 2):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"\x3f")
+        found.append(Checkpoint(directory).identity["weights"])
+    # The last change lies between two runs.
+    assert len(set(found)) == 3 and found[3] == found[2]
 
 
 @pytest.mark.parametrize("engine", ["lean", "hf"])
@@ -246,9 +318,6 @@ def test_tensors_of_other_modules_are_left_out_and_named(pristine, directory, ca
     assert torch.equal(found.logits(ids, 9), expected.logits(ids, 9))
     first = "model.layers.0.self_attn.q_proj.bias" if engine == "hf" else "model.layers.2.input_layernorm.weight"
     assert f"are no part of the model, and not read: {first}" in capsys.readouterr().err
-
-
-DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(("change", "named"), [("missing", DOWN), ("extra", "side_proj"), ("shape", DOWN)])
@@ -369,8 +438,10 @@ def test_logits_that_are_scaled_and_bounded_behind_the_output_embedding_are_the_
             assert not torch.allclose(model.lm_head(states), expected, atol=0.1)
 
 
-@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("model_type", "named"), [
+    ("llama", "PreTrainedTokenizerFast"), ("mistral", "LlamaTokenizerFast"), ("qwen3", "Qwen2Tokenizer"),
+    ("gemma2", "PreTrainedTokenizerFast"), ("gpt_oss", "GPT2Tokenizer"),
+])  # fmt: skip
 def test_a_tokenizer_is_loaded_without_the_class_of_its_models_config(tmp_path, model_type, named):
     """Compare with transformers' own loading, which imports that class and takes longer."""
     tiny_tokenizer().save_pretrained(str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -118,3 +119,11 @@ def test_the_distance_is_that_of_whole_distributions_at_the_likeliest_tokens():
     expected = (places.max(), places.median(), own, (p * (p / q).log()).sum(1).mean(), places.max() / 1e-3)
     for found, wanted in zip(dataclasses.astuple(distance), expected, strict=True):
         assert found == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_logits_are_scaled_before_they_are_bounded():
+    """softcap * tanh(scale * product / softcap); no published family has both."""
+    hidden, weight = torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.5], [1.0, 4.0]])
+    products = [2 - 1.5, 1 - 12.0]
+    found = Readout("none", scale=0.25, softcap=2.0).logits(hidden, weight)
+    assert found[0].tolist() == pytest.approx([2 * math.tanh(0.25 * product / 2) for product in products], rel=1e-6)

@@ -15,7 +15,6 @@ from oracles.tables import path_to, random_tree
 from transformers import AutoModelForCausalLM
 from worlds import CONTEXT, tiny_llama_dir
 
-from draftsmith.modules.engine.rows import SPAN_BUCKET, bucket
 from draftsmith.modules.pretrained.models import load_lm
 
 # As in parity_test.py: logits of order 10, float32 layers whose sums are ordered differently.
@@ -122,33 +121,6 @@ def test_padding_past_the_capacity_spoils_nothing(pair, kernels):
         logits = session.extend([fed], parents, logits_to_keep=5).logits
         path = [0, 1, 3, 4] if parents else range(5)
         close(logits[0, 4], alone(oracle, prompt + [fed[i] for i in path])[0][-1])
-
-
-def test_few_shapes_serve_all_sizes(pair):
-    """Of chains and trees: a few widths, each over few numbers of slots."""
-    lm, _ = pair
-    session = lm.session(1, 600, static=True)
-    shapes = set()
-    for name in ("_chains", "_tree"):
-        forward = getattr(session, name)
-
-        def seen(*inputs: torch.Tensor, static: tuple, name: str = name, forward: Any = forward) -> Any:
-            shapes.add((name, *(tensor.shape for tensor in inputs), *static))
-            return forward(*inputs, static=static)
-
-        setattr(session, name, seen)
-    session.extend([[5]])
-    for start in range(1, 500, 23):
-        session.extend([[5] * 23])
-        session.keep([start + 23])
-        for size in (1, 5, 6, 7, 8):
-            session.extend([[5] * size], logits_to_keep=size)
-            session.keep([start + 23])
-            session.extend([[5] * size], [random_tree(random.Random(size), size)], logits_to_keep=size)
-            session.keep([start + 23])
-    assert {bucket(size) for size in (23, 1, 5, 6, 7, 8)} == {32, 1, 8}
-    spans = {SPAN_BUCKET, 2 * SPAN_BUCKET, 608}
-    assert {own[-2] for own in shapes} == spans and len(shapes) <= 5 * len(spans)
 
 
 @pytest.mark.gpu

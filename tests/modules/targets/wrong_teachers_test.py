@@ -57,16 +57,14 @@ def read_whole(model: LlamaModel, text: Tensor) -> Tensor:
 class Wrong:
     """Changed weights, settings, readout or reading of the text that another process has in the target's place.
 
-    refused: by the bars of which types. kl: KL(target || teacher) of the whole text, in nat.
+    refused: by the bars of which types.
     """
 
     refused: str
-    kl: float
     edit: Callable[[State], Any] = lambda state: None
     settings: dict[str, Any] | None = None
     readout: Readout = PLAIN
     read: Callable[[LlamaModel, Tensor], Tensor] = read_whole
-    target: Readout = PLAIN
 
 
 def swap(one: int, other: int) -> Callable[[State], None]:
@@ -100,15 +98,6 @@ def later(first: int) -> Callable[[LlamaModel, Tensor], Tensor]:
     return read
 
 
-def replaced(place: int) -> Callable[[LlamaModel, Tensor], Tensor]:
-    def read(model: LlamaModel, text: Tensor) -> Tensor:
-        other = text.clone()
-        other[place : place + 1] = 77
-        return read_whole(model, other)
-
-    return read
-
-
 def without_first(model: LlamaModel, text: Tensor) -> Tensor:
     states = read_whole(model, text[1:])
     return torch.cat([states[:1], states])
@@ -116,24 +105,20 @@ def without_first(model: LlamaModel, text: Tensor) -> Tensor:
 
 MATRICES = ("proj.weight",)
 QUERIES = ("q_proj", "v_proj")
+BOTH = "float32 bf16"
 WRONG = {
-    "two frequent rows of lm_head swapped": Wrong("float32 bf16", 0.29, swap(268, 563)),
-    "the first token dropped": Wrong("float32 bf16", 0.094, read=without_first),
-    "another first token": Wrong("float32 bf16", 0.13, read=replaced(0)),
-    "another token at 100": Wrong("float32 bf16", 0.13, read=replaced(100)),
-    "rotary base 1,000 for 10,000": Wrong("float32 bf16", 2.7, settings={"rope_theta": 1e3}),
-    "rotary base 9,000": Wrong("float32 bf16", 0.00036, settings={"rope_theta": 9e3}),
-    "window of 64": Wrong("float32 bf16", 2.1, settings={"sliding_window": 64}),
-    "positions + 1 from 100": Wrong("float32", 0.00038, read=later(100)),
-    "softcap 50 for none": Wrong("float32 bf16", 0.00038, readout=Readout(softcap=50.0)),
-    "softcap 50 for 30": Wrong("float32 bf16", 0.0019, readout=Readout(softcap=50.0), target=Readout(softcap=30.0)),
-    "embedding x 0.998": Wrong("float32", 1.6e-06, each(lambda _, weight: 0.998 * weight, "embed_tokens")),
-    "embedding x 1.1": Wrong("float32 bf16", 0.0033, each(lambda _, weight: 1.1 * weight, "embed_tokens")),
-    "epsilon 1e-5 for 1e-6": Wrong("float32", 1.7e-08, settings={"rms_eps": 1e-5}),
-    "logits x 1.02": Wrong("float32 bf16", 0.00028, readout=Readout(scale=1.02)),
-    "adapter of 2.5 % not merged": Wrong("float32 bf16", 0.00051, each(low_rank(0.025), *QUERIES)),
-    "int8, a scale per row": Wrong("float32 bf16", 0.0002, each(rounded(8, 0), *MATRICES)),
-}  # fmt: skip
+    "two frequent rows of lm_head swapped": Wrong(BOTH, swap(268, 563)),
+    "the first token dropped": Wrong(BOTH, read=without_first),
+    "rotary base 9,000 for 10,000": Wrong(BOTH, settings={"rope_theta": 9e3}),
+    "window of 64": Wrong(BOTH, settings={"sliding_window": 64}),
+    "positions + 1 from 100": Wrong("float32", read=later(100)),
+    "softcap 50 for none": Wrong(BOTH, readout=Readout(softcap=50.0)),
+    "embedding x 0.998": Wrong("float32", each(lambda _, weight: 0.998 * weight, "embed_tokens")),
+    "epsilon 1e-5 for 1e-6": Wrong("float32", settings={"rms_eps": 1e-5}),
+    "logits x 1.02": Wrong(BOTH, readout=Readout(scale=1.02)),
+    "adapter of 2.5 % not merged": Wrong(BOTH, each(low_rank(0.025), *QUERIES)),
+    "int8, a scale per row": Wrong(BOTH, each(rounded(8, 0), *MATRICES)),
+}
 
 
 @torch.no_grad()
@@ -147,13 +132,13 @@ def test_a_wrong_teacher_is_refused_where_it_is_another_model(target, text, righ
             return wrong.readout.bounded(other.lm_head(states))
 
         def logits(text: Tensor, keep: int, dtype: torch.dtype = dtype) -> Tensor:
-            return wrong.target.bounded(right(dtype, len(text))[-keep:])
+            return right(dtype, len(text))[-keep:]
 
         def read(texts: Sequence[Tensor], other: LlamaModel = other) -> list[Tensor]:
             return [wrong.read(other, own) for own in texts]
 
         teacher = SimpleNamespace(
-            info=target.info, device=target.device, dtype=dtype, logits=logits, lm_head=head, readout=wrong.target
+            info=target.info, device=target.device, dtype=dtype, logits=logits, lm_head=head, readout=PLAIN
         )
         if kind == "float32":
             log_p, log_q = (whole.double().log_softmax(-1) for whole in (logits(text, 0), head(read([text])[0])))
@@ -162,5 +147,5 @@ def test_a_wrong_teacher_is_refused_where_it_is_another_model(target, text, righ
             prove_reading(teacher, text, read, name)
         except InputError:
             refused += f"{kind} "
-    assert refused.split() == wrong.refused.split(), kl
-    assert kl == pytest.approx(wrong.kl, rel=0.05)
+    assert refused.split() == wrong.refused.split()
+    assert wrong.refused == BOTH or kl < 5e-4, "KL(target || teacher) of the whole text, in nat"
