@@ -242,3 +242,15 @@ def test_some_column_stands_for_the_tokens_that_have_none(size):
             lm_head, wanted[:rows], torch.arange(20, 20 + rows), size, torch.Generator().manual_seed(1)
         )
         assert columns.log_counts.exp().sum() == pytest.approx(300) and len(columns.tokens) >= rows
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", losses.CPU_ROWS), ("meta", 2**15)])
+def test_rows_whose_logits_are_made_at_a_time(device, rows):
+    """Small blocks where there are caches to stay in, of many tokens of vocabulary no more than are to exist, and of
+    like sizes."""
+    count = 2**16 + 1
+    sizes = [len(range(count)[part]) for part in losses.row_chunks(count, 2**10, torch.device(device))]
+    assert sum(sizes) == count and len(sizes) == math.ceil(count / rows)
+    assert max(sizes) <= rows and max(sizes) - min(sizes) <= 1
+    assert len(list(losses.row_chunks(7, 2**26, torch.device(device)))) == 7
+    assert len(list(losses.row_chunks(0, 1, torch.device(device)))) == 1  # and it has no row

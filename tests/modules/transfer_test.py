@@ -11,13 +11,24 @@ from torch import Tensor
 from worlds import tiny_llama_dir
 
 from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.modules import transfer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.transfer import to_device_together
 
 META = torch.device("meta")
 LENGTHS = (9, 2, 5)
+
+
+def test_several_sets_of_numbers_travel_together(monkeypatch):
+    sent: list[Tensor] = []
+    monkeypatch.setattr(transfer, "to_device", lambda values, device: sent.append(values) or values)
+    values = [[3, 1], [[1, 2, 3], [4, 5, 6]], [], [7]]
+    found = to_device_together(values, META)
+    assert len(sent) == 1 and [part.tolist() for part in found] == values
+    assert [part.tolist() for part in to_device_together(values, torch.device("cpu"))] == values
 
 
 def moved(batch: Any) -> Any:

@@ -149,7 +149,7 @@ def test_the_loss_is_finite_and_every_trainable_weight_gets_a_gradient(head):
         assert weight.grad.any(), name
 
 
-# A draft model is saved as a transformers directory: tests/train/draft_test.py.
+# A draft model is saved as a transformers directory: tests/train/prepare_test.py.
 @pytest.mark.parametrize("head", head_kinds(), indirect=True)
 def test_saving_and_loading_is_exact(head, tmp_path):
     directory = save_head(tmp_path / "head", head, {}, "# A head\n")

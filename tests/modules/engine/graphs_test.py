@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -82,3 +84,19 @@ def test_a_graph_is_of_its_shapes_and_of_what_is_static(captured):
         assert [graphed(x, static=(factor,))[0].tolist() for factor in (2, 3)] == [[2.0, 2.0], [3.0, 3.0]]
         x = x.clone()
     assert captured == [((2,), 2), ((2,), 3)]
+
+
+def test_other_threads_may_pin_memory_while_a_graph_is_captured(monkeypatch):
+    """A capture that all threads watch over ends in an error where one of them allocates pinned memory."""
+    options, fake = {}, MagicMock()
+    monkeypatch.setattr(graphs, "records", lambda tensor: True)
+    for name in ("Stream", "current_stream", "stream", "graph_pool_handle", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def graph(_: Any, **given: Any) -> Any:
+        options.update(given)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    assert Graphed(lambda x: (x + 1,))(torch.ones(1))[0].tolist() == [2.0]
+    assert options["capture_error_mode"] == "thread_local"
