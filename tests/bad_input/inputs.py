@@ -276,8 +276,6 @@ def terabyte(file: Path) -> None:
     os.truncate(file, 2**40)
 
 
-TRAIN_ON = "train eagle --data {d} --target {target} --output {out} --max-steps 1"
-CHECK = "check {d} --format vllm --target {target}"
 ENDLESS: list[tuple[str, Callable[..., Callable[[Ground, Path], dict[str, object]]], tuple[str, ...], Spoil]] = [
     ("decode Hi --target {d} --method ar", partial(spoilt, "target"),
         ("config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"), pipe),
