@@ -29,8 +29,16 @@ from draftsmith.benchmarks.measured import describe_run
 from draftsmith.benchmarks.papers.drafters import FOLDER, register
 from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.results import BASELINE, MeasuredResamples, Row, of_methods, read_rows, totals_of
-from draftsmith.eval.bootstrap import NUM_RESAMPLES, Floats
+from draftsmith.eval.bench.results import (
+    BASELINE,
+    NUM_RESAMPLES,
+    Floats,
+    MeasuredResamples,
+    Row,
+    of_methods,
+    read_rows,
+    totals_of,
+)
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.pretrained.files import write_json, write_text

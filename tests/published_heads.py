@@ -283,11 +283,12 @@ def write(head: Published, facts: TargetFacts, directory: Path) -> dict[str, Ten
 
 def outcome(head: Published, facts: TargetFacts, directory: Path) -> str:
     """Return the kind that a written head is read as, and each server's verdict, apart by `|`."""
-    source, own = StateSource(None, facts), detect(read_package(str(directory)), facts)
-    read = check_head(directory, own, source, None, forward=False).read
+    source, package = StateSource(None, facts), read_package(str(directory))
+    own = detect(package, facts)
+    read = check_head(package, own, source, None, forward=False).read
     others = (formats().get((server, own.kind)) for server in SERVERS)
     verdicts = [
-        "does not load it" if other is None else verdict(check_head(directory, other, source, None, False, read))
+        "does not load it" if other is None else verdict(check_head(package, other, source, None, False, read))
         for other in others
     ]
     return " | ".join([f"{TITLES[own.kind]} of {own.system}", *verdicts])

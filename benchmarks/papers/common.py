@@ -17,9 +17,8 @@ from draftsmith.data.console import Table, format_interval, log_note, print_tabl
 from draftsmith.data.settings import comma_numbers
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.results import Resamples, read_rows
 from draftsmith.eval.bench.runner import EngineRunner, load_run
-from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import AnswerLength, DraftSettings, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead

@@ -39,8 +39,8 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import by_each
 from draftsmith.eval.bench.replay import Replayed, make_drafters, read_recorded, replay_text
+from draftsmith.eval.bench.results import Resamples
 from draftsmith.eval.bench.runner import load_models
-from draftsmith.eval.bootstrap import Resamples
 from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.method_names import parse_methods

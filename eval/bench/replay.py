@@ -21,10 +21,9 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
 from draftsmith.eval.bench.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
-from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Rounds, classes_of_rounds
+from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Floats, Resamples, Rounds, classes_of_rounds
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
-from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import ROLES, BenchConfig
 from draftsmith.modules.along import (

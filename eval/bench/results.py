@@ -30,12 +30,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
 from draftsmith.eval.bench.kinds import KINDS, Kind
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
@@ -48,6 +47,8 @@ PER_PROMPT = "prompts.parquet"  # beside results.json
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
+NUM_RESAMPLES = 2000  # of the bootstrap
 
 INT, FLOAT, TEXT, INTS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
 STEP = pa.struct([(spec.name, INT) for spec in dataclasses.fields(DecodeStep)])
@@ -169,6 +170,31 @@ def tokens_per_s(rows: Sequence[Row], clock: ClockName) -> float:
 
 def speedup(rows: Sequence[Row], baseline: Sequence[Row], clock: ClockName) -> float:
     return tokens_per_s(rows, clock) / tokens_per_s(baseline, clock)
+
+
+class Resamples:
+    """Bootstrap resamples of owners, each with all its values: prompts, or groups that were timed together.
+
+    owners: [N] the owner of each value, anything that can be sorted. num_values: N.
+    """
+
+    def __init__(self, owners: Sequence[Any], seed: int):
+        _, self._owner = np.unique(np.asarray(owners), return_inverse=True)
+        self.num_values = len(self._owner)
+        self._count = int(self._owner.max()) + 1 if len(owners) else 0
+        # All statistics use the same draws, so that ratios of them are paired.
+        self._picks = np.random.default_rng(seed).integers(max(self._count, 1), size=(NUM_RESAMPLES, self._count))
+
+    def sums(self, values: ArrayLike) -> Floats:
+        """Sum values [N] over each resample: [NUM_RESAMPLES]."""
+        return np.bincount(self._owner, np.asarray(values, np.float64), self._count)[self._picks].sum(1)
+
+    def interval(self, statistic: Floats) -> list[float] | None:
+        """Return the 95 % interval of a statistic of `sums`, [NUM_RESAMPLES]; None for fewer than two owners."""
+        if self._count < 2:
+            return None
+        low, high = np.percentile(statistic, [2.5, 97.5])
+        return [float(low), float(high)]
 
 
 class MeasuredResamples(Resamples):

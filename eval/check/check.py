@@ -34,7 +34,7 @@ from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.formats import GGUF, MTP, formats
-from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Problem, largest
+from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHere, Package, Problem, largest
 from draftsmith.modules.formats.foreign import builders, detect, head_kind, named_format, not_read_here
 from draftsmith.modules.formats.readings import TRAINER
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
@@ -126,7 +126,7 @@ def run(config: CheckConfig) -> int:
     if named is not None:
         source = state_source(named.predicts, *models)
     if named is not None and wanted == MTP:
-        format = named
+        format, package = named, head_package(config.directory, MTP)
     else:
         package = foreign_package(config.directory)
         if (error := not_read_here(package)) is not None:
@@ -141,7 +141,7 @@ def run(config: CheckConfig) -> int:
         raise InputError("acceptance", config.acceptance, expected, "Pass --head in its place.")
     trained = config.acceptance if format.predicts else config.head
     head = original(trained, format.kind, source) if trained is not None else None
-    report = check_head(config.directory, format, source, head)
+    report = check_head(package, format, source, head)
     print_report(report, str(config.directory), format.name)
     if wanted == "auto" and not report.lacking:
         print_text("\nFrom these files, by the rules of each system:")
@@ -150,7 +150,7 @@ def run(config: CheckConfig) -> int:
             server = other.writes and GGUF not in (other.name, format.name)
             if other.kind == format.kind and (server or other is format):
                 # Only beside the head itself a forward shows more than names and settings.
-                read = check_head(config.directory, other, source, head, head is not None, report.read)
+                read = check_head(package, other, source, head, head is not None, report.read)
                 print_text(f"  {other.name}: {(report if other is format else read).verdict(report)}")
     return report.exit_code
 
@@ -161,13 +161,12 @@ def original(directory: str | Path, kind: str, source: StateSource) -> nn.Module
     Raises:
         InputError: no head of this kind, or one that reads another model's states.
     """
-    # The first call compares identities; its head is in the model's type, which rounds.
-    load_head(directory, source.drafter.lm, kind=kind, identity=source.drafter.identity)
-    return load_head(directory)
+    reader = source.drafter
+    return load_head(directory, reader.lm, kind=kind, identity=reader.identity, as_stored=True)
 
 
 def check_head(
-    directory: Path,
+    package: Package,
     format: HeadFormat,
     source: StateSource,
     head: nn.Module | None,
@@ -175,12 +174,13 @@ def check_head(
     like: ImportedHead | None = None,
     trained: nn.Module | None = None,
 ) -> CheckReport:
-    """Read a directory by a system's rules, and compare it with its record and with the head, if there are such.
+    """Read a head's files by a system's rules; compare them with their record and with the head, if there are such.
 
-    forward: run it on real text. like: the head as its own system reads it, to compare with where there is no record.
+    package: what the format reads of a directory (`head_package`). forward: run the head on real text. like: the head
+    as its own system reads it, to compare with where there is no record.
     trained: the head before its weights were rounded to 8 bits, whose drafts are compared as well.
     """
-    report, package = CheckReport(), head_package(directory, format.name)
+    report = CheckReport()
     try:
         theirs = format.read(package, source.facts)
         net = build_head(format.kind, theirs.config, theirs.state)

@@ -35,12 +35,12 @@ from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
+from draftsmith.eval.bench.results import Resamples
 from draftsmith.eval.bench.tables import places_table
-from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.clock import rotated
+from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.chain import Counted, EngineAnswer, accepted_by_place, tau_of
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
-from draftsmith.eval.engines.schedule import best_lengths, ranges, sglang_config, vllm_config
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
 from draftsmith.eval.engines.vllm import server_words as server_words_vllm
 from draftsmith.eval.meta import RESULTS, describe
@@ -57,6 +57,7 @@ from draftsmith.modules.types import InputError
 
 SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
 Client = LlamaCppClient | VllmClient
+KRange = tuple[int, int, int]  # first and last number of requests at once, and K
 
 
 @dataclass(frozen=True)
@@ -366,3 +367,40 @@ def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> 
     for name, schedule in content.items():
         write_json(config.output / name, schedule, indent=None)
     return content
+
+
+def best_lengths(seconds: Mapping[int, Mapping[int, float]]) -> list[int]:
+    """Return the fastest K for 1 to the most requests that were measured, the smallest of equal ones.
+
+    seconds: K -> requests at once -> seconds of a token of one request. Between measured numbers of requests they are
+    interpolated.
+    """
+    most = max(max(curve) for curve in seconds.values())
+    loads = range(1, most + 1)
+    return [min(sorted(seconds), key=lambda k: interpolate(seconds[k], load)) for load in loads]
+
+
+def ranges(lengths: Sequence[int]) -> list[KRange]:
+    """Merge equal neighbors: K for 1 to B requests -> (first, last, K)."""
+    merged: list[KRange] = []
+    for size, k in enumerate(lengths, start=1):
+        if merged and merged[-1][2] == k:
+            merged[-1] = (merged[-1][0], size, k)
+        else:
+            merged.append((size, size, k))
+    return merged
+
+
+def vllm_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return a part of vLLM's --speculative-config (0.32, 0.33); above the last range its K holds."""
+    longest = max(k for _, _, k in k_ranges)
+    by_batch = [list(each) for each in k_ranges]
+    return {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": by_batch}
+
+
+def sglang_config(k_ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Return SGLang's --speculative-adaptive-config (0.5.23): the smallest batch size -> the allowed steps.
+
+    With a single candidate SGLang's acceptance rates change nothing.
+    """
+    return {str(first): {"candidate_steps": [k]} for first, _, k in k_ranges}

@@ -149,10 +149,11 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
 
     # Read back and compare with the head in the type of the export: rounding to that type is no difference.
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
-    read_back = format.read(head_package(directory, format.name), source.facts)
-    write_record(directory, format, read_back, origin, manifest.get("tied_to_target", ()))
-    exported = build_head(format.kind, head.config, state)
-    report = check_head(directory, format, source, exported, trained=head if eight else None)
+    package = head_package(directory, format.name)
+    read_back = format.read(package, source.facts)
+    record = write_record(directory, format, read_back, origin, manifest.get("tied_to_target", ()))
+    exported, package = build_head(format.kind, head.config, state), dataclasses.replace(package, exported=record)
+    report = check_head(package, format, source, exported, trained=head if eight else None)
 
     # Command and card.
     measured = measured_of(path)
@@ -213,7 +214,8 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     origin = {"path": str(path), "sha256": manifest["sha256"]["model.safetensors"], "target": manifest.get("target")}
     write_record(directory, format, read_back, origin, manifest.get("tied_to_target", ()))
     state = {name: stored.to(read_back.state[name].dtype) for name, stored in full.items()}
-    report = check_head(directory, format, source, build_head(kind, head.config, state))
+    exported = build_head(kind, head.config, state)
+    report = check_head(head_package(directory, format.name), format, source, exported)
     report.problems = [one for one in report.problems if f"{one.where}: {one.text}" not in files.problems]
 
     # A trainer serves nothing: a server that reads its files alike.
@@ -238,15 +240,17 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
 
 def write_record(
     directory: Path, format: HeadFormat, read: ImportedHead, origin: Mapping[str, Any], tied: Sequence[str]
-) -> None:
-    """Write `draftsmith.json`: what a directory holds.
+) -> dict[str, Any]:
+    """Write `draftsmith.json`, which says what a directory holds, and return it.
 
     read: as its format reads it. origin: the head. tied: its tensors that are the target's.
     """
     record = {"format": format.name, "kind": format.kind, "head": origin, "config": dataclasses.asdict(read.config)}
     record["tied_to_target"] = list(tied)
     record |= {"tensors": hashes_of(read.state), "types": types_of(read.state.values())}
-    write_json(directory / RECORD, {**record, **made_with()})
+    record |= made_with()
+    write_json(directory / RECORD, record)
+    return record
 
 
 def check_same_config(head: Any, files: Any) -> None:

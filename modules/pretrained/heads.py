@@ -266,6 +266,7 @@ def load_head(
     target: CausalLM | None = None,
     kind: str | None = None,
     identity: Mapping[str, str] | None = None,
+    as_stored: bool = False,
 ) -> nn.Module:
     """Load a frozen head, ready to decode, on the target's device.
 
@@ -273,6 +274,7 @@ def load_head(
         the target that its drafting head drafts for. Width and identity must match.
     kind: the expected kind.
     identity: of what the head reads, if that is not the model alone (`drafter_identity`).
+    as_stored: leave it on the CPU in the type of its file.
     """
     # Once: a link may change.
     directory = head_directory(directory).resolve()
@@ -293,11 +295,12 @@ def load_head(
     head = build_head(config["kind"], settings, state).eval().requires_grad_(False)
     if target is None:
         return head
+    if isinstance(head, DraftHead):
+        check_aux_layers(head.aux_layers, target.info.num_layers)
+    if as_stored:
+        return head
     # An acceptance head stays in float32, in which its calibration was fitted.
-    if not isinstance(head, DraftHead):
-        return head.to(target.device)
-    check_aux_layers(head.aux_layers, target.info.num_layers)
-    return head.to(target.device, target.dtype)
+    return head.to(target.device, target.dtype if isinstance(head, DraftHead) else None)
 
 
 def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:

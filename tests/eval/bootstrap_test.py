@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftsmith.eval.bootstrap import Resamples
+from draftsmith.eval.bench.results import Resamples
 
 
 def test_values_of_one_owner_are_drawn_together():

@@ -11,6 +11,7 @@ from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
+    Resamples,
     Rounds,
     Row,
     classes_of_rounds,
@@ -22,7 +23,6 @@ from draftsmith.eval.bench.results import (
     write_rows,
 )
 from draftsmith.eval.bench.tables import part_tables, results_tables
-from draftsmith.eval.bootstrap import Resamples
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.types import InputError

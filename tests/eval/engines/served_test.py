@@ -19,8 +19,17 @@ from draftsmith.data.console import draw_table
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.engines import served
 from draftsmith.eval.engines.chain import Counted, EngineAnswer
-from draftsmith.eval.engines.schedule import best_lengths, ranges
-from draftsmith.eval.engines.served import PLAIN, Measured, Setting, advice, ask, load_table, summary
+from draftsmith.eval.engines.served import (
+    PLAIN,
+    Measured,
+    Setting,
+    advice,
+    ask,
+    best_lengths,
+    load_table,
+    ranges,
+    summary,
+)
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
