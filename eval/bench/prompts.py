@@ -198,7 +198,7 @@ def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) ->
     for name in columns:
         if not any(own[name] for own in labels):
             remedy = "Correct it. Of an artifact, data prompts --columns task=NAME keeps a column as the task."
-            raise InputError("by", name, "context, turn, kind, task, or a column of the rows", remedy)
+            raise InputError("by", name, "turn, task, or a column of the rows", remedy)
 
 
 @contextmanager

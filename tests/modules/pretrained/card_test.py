@@ -117,14 +117,9 @@ def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
     manifest = {**TRAINED, "config": {"target": "owner/model"}}
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(LLAMA)), manifest, "an old card")
     rows: list[dict[str, Any]] = [MEASURED["methods"][0], {**MEASURED["methods"][0], "temperature": 0.7}]
-    part = {"name": "256+", "rounds": 1234, "tau": 2.5, "tau_ci95": [2.25, 2.75], "acceptance_rate": 0.4}
-    rows[1] = {**rows[1], "by": {"context": [{**part, "name": "below 256", "tau_ci95": None}, part], "turn": [part]}}
     write_measured(head, {**MEASURED, "methods": rows})
     assert measured_of(head)["methods"] == rows
     text = parts((head / "README.md").read_text())[1]["tau by task"]
     assert "| edit | eagle:k=5, temperature 0 | 4 | 100 | 3.250 | 1.50x |" in text and "eval bench" not in text
     assert "under greedy decoding and under sampling at temperature 0.7, top-k all, top-p 1." in text
-    assert "| context | 256+ | eagle:k=5, temperature 0.7 | 1,234 | 2.500 | 2.25-2.75 | 0.40 |" in text
-    assert "| context | below 256 | eagle:k=5, temperature 0.7 | 1,234 | 2.500 |  | 0.40 |" in text
-    assert "| turn |" not in text, "one class alone"
     assert "4 prompts of `FILE`, in float32 on a CPU" in text
