@@ -40,7 +40,6 @@ TEXTS = ("prompt", "system", "command")  # options whose words stay as they are
 MAX_INTEGER = 2**63 - 1  # the largest that torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # with more, the threads' library ends the process without a message
 
-Fallback = Callable[[Mapping[str, str]], dict[str, Any]]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
@@ -64,11 +63,11 @@ def parse(
     config_class: type,
     args: Sequence[str],
     positional: tuple[str, ...] = (),
-    fallback: Fallback | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Any | None:
     """Build a config from command-line words; return None if help or the config was printed instead.
 
-    fallback: from the options that are given, --config among them, as texts, to values of others.
+    defaults: values of options that are given nowhere, in place of their own defaults.
 
     Raises:
         UsageError: the words are wrong.
@@ -80,7 +79,7 @@ def parse(
         app.print_help()
         return None
     if "--print-config" not in before:
-        app.fallback = fallback
+        app.defaults = defaults or {}
     words = app.plain_words(args)
     try:
         return app(words)
@@ -123,7 +122,7 @@ class CommandApp(App):
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self.prog, self.positional, self.everything, self.values = prog, positional, everything, values or {}
-        self.fallback: Fallback | None = None
+        self.defaults: Mapping[str, Any] = {}
         fields, bases = get_field_infos(config_class), config_class.__mro__
         self.rare = {name for base in bases for name in vars(base).get("help_rarely", ())}
         # Options whose help another command prints, once for all commands that share them.
@@ -238,11 +237,7 @@ class CommandApp(App):
         for token in reversed(arguments["--config"].tokens):  # cyclopts keeps what is set first
             file = config_file(self.prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, settings)
-        if self.fallback:
-            given = {argument.keys[0]: argument.tokens[-1].value for argument in settings if argument.tokens}
-            if files := arguments["--config"].tokens:
-                given["config"] = files[-1].value
-            Dict(self.fallback(given), source=self.prog)(app, commands, settings)
+        Dict(dict(self.defaults), source=self.prog)(app, commands, settings)
         for argument in settings:
             argument.tokens[:] = plain_tokens(argument)
 

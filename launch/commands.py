@@ -6,7 +6,6 @@ command is called.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -195,10 +194,9 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
     """Return the function that runs a command, and its config; None as config if help was printed instead."""
     from draftsmith.launch.arguments import parse
 
-    command = COMMANDS[name]
-    fallback = None
-    if command.drafter is not None:
-        from draftsmith.launch.training import settings_not_given
+    command, defaults = COMMANDS[name], {}
+    if command.drafter is not None and "--plan" in args:
+        from draftsmith.train.config import NO_DATA
 
-        fallback = functools.partial(settings_not_given, command.drafter)
-    return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional, fallback)
+        defaults = {"data": NO_DATA}  # a plan can be made before there is data
+    return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional, defaults)

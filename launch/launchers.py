@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.data.console import console_output
 from draftsmith.data.ranks import LAUNCHER
 from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError
@@ -58,9 +57,7 @@ def check_command(launcher: str, command: Sequence[str], num_processes: int) -> 
         remedy = f"Run `draftsmith {name}` by itself."
         raise UsageError(f"command: found {name!r} for several processes, expected {expected}. {remedy}")
     words = [word for word in command[len(name.split()) :] if word != "--debug"]
-    # What it notes is about the device here; the processes say it where they run.
-    with console_output(quiet=True):
-        return configure(name, words)[1] is not None
+    return configure(name, words)[1] is not None
 
 
 @dataclass(frozen=True)

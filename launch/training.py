@@ -7,7 +7,6 @@ import itertools
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,68 +23,6 @@ if TYPE_CHECKING:
 DIAGNOSED = 64
 # Of a training whose head is diagnosed; shorter ones only try whether it runs.
 LEAST_STEPS = 20
-
-
-# Settings that the CPU recipe changes. A user who passes one of a line gets the defaults for the rest of that line.
-FOLLOWED = (
-    ("ttt_steps", "ttt_steps_after"),
-    ("normalizer",),
-    ("optimizer", "lr", "schedule"),
-    ("epochs", "max_steps", "minutes"),
-    ("tokens_per_batch", "max_length", "batch_size"),
-    ("draft_vocab", "unknown"),
-)
-SMALL = 1024  # largest hidden size of a target that the recipe is for
-
-
-def settings_not_given(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of options beside those that are given: of a CPU's recipe, and data that is to be planned for."""
-    from draftsmith.train.config import NO_DATA
-
-    planned = "plan" in given and "data" not in given
-    recipe = {} if "config" in given else cpu_settings(kind, given)
-    return recipe | ({"data": NO_DATA} if planned else {})
-
-
-def cpu_settings(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the shipped CPU recipe's settings beside those that are given, if a small target's head is trained on a
-    CPU; the defaults are for GPUs. A run that has begun keeps its own."""
-    from draftsmith.launch.yaml_files import read_yaml, shipped_configs
-
-    recipe = shipped_configs(f"draftsmith train {kind}").get(f"smollm2-135m-{kind}")
-    if kind != "eagle3" or recipe is None or "target" not in given or given.get("device", "auto") == "cuda":
-        return {}
-    import torch
-
-    from draftsmith.data.console import log_note
-    from draftsmith.data.ranks import place
-    from draftsmith.modules.pretrained.checkpoint import Checkpoint
-    from draftsmith.modules.pretrained.reading import read_object
-
-    elsewhere = "plan" in given and "plan_gb" in given
-    if (torch.cuda.device_count() or elsewhere) and given.get("device") != "cpu":
-        return {}
-    try:
-        target = Checkpoint(given["target"]).shape
-    except (OSError, ValueError):  # the training says what is wrong with it
-        return {}
-    values = read_yaml(recipe)
-    begun = Path(given.get("output", ""), "started.json")
-    if begun.is_file():
-        old = read_object(begun, {})
-        values = {name: old[f"config.{name}"] for name in values if f"config.{name}" in old}
-    elif target.hidden_size > SMALL or "init" in given:
-        return {}
-    lines = [line for line in FOLLOWED if not given.keys() & set(line)]
-    names = [name for line in lines for name in line if name in values]
-    if not begun.is_file() and target.vocab_size <= int(values["draft_vocab"]):
-        names = [name for name in names if name not in FOLLOWED[-1]]
-    taken = {name: values[name] for name in names}
-    if taken and place().rank == 0 and not begun.is_file():
-        listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-        log_note(f"on a CPU, as in {recipe.stem}: {listed}. Options have precedence; --device cuda, and --config "
-                 "FILE, even an empty one (`{}`), keep the defaults, which are for GPUs")  # fmt: skip
-    return taken
 
 
 def run(config: TrainedConfig) -> Path | None:

@@ -247,13 +247,6 @@ def test_sbatch_gets_every_option():
     assert "--ntasks-per-node=1" in without and not any("gpu" in word for word in without)
 
 
-def test_settings_for_this_machines_cpu_are_not_said_of_a_job_on_others(stubs, capsys):
-    train = ["train", "eagle3", "--target", "embedded:target", "--data", "d", "--output", "o"]
-    assert cli.main(["launch", "slurm", "--gpus-per-node", "8", "--dry-run", "--", *train]) == 0
-    captured = capsys.readouterr()
-    assert "train eagle3" in captured.out and "on a CPU" not in captured.err
-
-
 def test_a_dry_run_prints_the_script_and_submits_nothing(stubs, capsys):
     words = ["--dry-run", "--time", "24:00:00", "--log-dir", str(stubs / "logs"), "--", *TRAIN]
     assert cli.main(["launch", "slurm", *words]) == 0
