@@ -46,15 +46,12 @@ class SlurmConfig(LaunchConfig):
         gpus_per_node: GPUs on each machine; 0 requests none.
         tasks_per_node: Processes on each machine; 0 means one per GPU, or one without GPUs.
         time: Time limit of one start, such as 24:00:00 or 2-12; by default the partition's.
-        partition: Partition; by default the cluster's.
-        account: Account to charge.
         job_name: Name of the job, its script and its log.
         cpus_per_task: CPU cores of each process; 0 leaves it to the cluster.
-        mem: Memory of each node, such as 64G; by default the cluster's.
         signal_before: Seconds before the time limit at which a run saves and is requeued; 0 disables it. SLURM may be
             up to a minute early.
         max_restarts: How often the job is requeued automatically after a process has failed.
-        sbatch_args: Further options of sbatch, each as --sbatch-args=--name=value; those with commas as a JSON list.
+        sbatch_args: Further options of sbatch, as --sbatch-args=--partition=gpu; those with commas as a JSON list.
         log_dir: Directory of the script and the log, visible to all nodes.
         dry_run: Print the script and stop.
         follow: Print the job's output until it ends; Ctrl-C stops the printing, not the job.
@@ -64,11 +61,8 @@ class SlurmConfig(LaunchConfig):
     gpus_per_node: int = 1
     tasks_per_node: int = 0
     time: str | None = None
-    partition: str | None = None
-    account: str | None = None
     job_name: str = "draftsmith"
     cpus_per_task: int = 0
-    mem: str | None = None
     signal_before: int = 120
     max_restarts: int = 0
     sbatch_args: tuple[str, ...] = ()
@@ -80,8 +74,7 @@ class SlurmConfig(LaunchConfig):
         check_range("nodes", self.nodes, 1)
         for name in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_before", "max_restarts"):
             check_range(name, getattr(self, name), 0)
-        patterns = {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?", "time": TIME}
-        for name, pattern in patterns.items():
+        for name, pattern in (("job_name", NAME), ("time", TIME)):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value, re.ASCII):
                 raise InputError(name, repr(value), f"text of the form {pattern}", "Change it.")
@@ -141,8 +134,7 @@ def job_script(config: SlurmConfig) -> str:
     trains, makes_data = config.command[0] == "train", config.command[0] == "data"
     can_resume = trains or makes_data
     header = [f"--job-name={config.job_name}", f"--nodes={config.nodes}", f"--ntasks-per-node={config.tasks}"]
-    optional = {"gpus-per-node": config.gpus_per_node, "cpus-per-task": config.cpus_per_task, "mem": config.mem}
-    optional |= {"time": config.time, "partition": config.partition, "account": config.account}
+    optional = {"gpus-per-node": config.gpus_per_node, "cpus-per-task": config.cpus_per_task, "time": config.time}
     header += [f"--{name}={value}" for name, value in optional.items() if value]
     header += [f"--output={config.log_dir.absolute() / config.job_name}-%j.log", "--open-mode=append"]
     header += ["--requeue"] if can_resume else ["--no-requeue"]

@@ -109,7 +109,7 @@ def run(config: ServedConfig) -> int:
         raise InputError("head", found, "a drafter", "Read the server's log.")
 
     title = f"{Path(config.target).name} in {SYSTEMS.get(config.engine, 'SGLang')}, {len(prompts)} prompts"
-    tables = [load_table(rows, f"{title}, threads: {config.num_threads}"), *drafts_table(rows), *tasks_table(rows)]
+    tables = [load_table(rows, f"{title}, threads: {config.num_threads}"), *drafts_table(rows)]
     schedules = write_schedules(config, rows) if config.engine == "vllm" and drafting else {}
     meta = describe("served", config, prompts, config.data)
     results = {"meta": meta, "tables": tables_to_json(tables), "rows": rows, "schedules": schedules}
@@ -262,13 +262,6 @@ def summary(
         "tau": tau_of(cell.counted) if known else None,
         "accepted_by_place": accepted_by_place(cell.counted),
     }
-    tasks = sorted({prompt.task for prompt in prompts})
-    if load == 1 and len(tasks) > 1 and known:
-        owners = [prompt.task for _ in range(len(answers) // len(prompts)) for prompt in prompts]
-        parts = {
-            task: [one for one, owner in zip(cell.counted, owners, strict=True) if owner == task] for task in tasks
-        }
-        row["tau_by_task"] = {task: tau_of(part) for task, part in parts.items()}
     if plain is None:
         return row
     base_tokens, base_s = ([one.num_tokens - 1 for one in plain.answers], [one.generation_s for one in plain.answers])
@@ -328,15 +321,6 @@ def drafts_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     named = [{**row, "drafts": label_of(row)} for row in rows]
     note = "Share of the rounds with a draft whose first n tokens were accepted."
     return [places_table(named, "served-places", "Accepted by place in the draft", note, "drafts")] if rows else []
-
-
-def tasks_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the table of tau by task, where one request at a time was measured on several tasks."""
-    rows = [row for row in rows if "tau_by_task" in row]
-    columns = [Column("setting", "drafts")]
-    columns += [Column(task, task, ".2f") for task in (rows[0]["tau_by_task"] if rows else ())]
-    cells = [{"setting": label_of(row), **row["tau_by_task"]} for row in rows]
-    return [Table("served-tasks", "Tau by task", columns, cells)] if rows else []
 
 
 def advice(rows: Sequence[Mapping[str, Any]], several: bool) -> str:

@@ -57,7 +57,6 @@ def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
     assert row["tokens_per_s"] == pytest.approx(12 / 4) and row["speedup"] == pytest.approx(1.5)
     assert row["speedup_ci95"] == pytest.approx([1.0, 2.0]) and row["first_token_s"] == pytest.approx(0.1)
     # A call more reads the prompt and emits the first token.
-    assert row["tau_by_task"] == {"chat": pytest.approx(5 / 4), "code": pytest.approx(9 / 4)}
     assert row["tau"] == pytest.approx(14 / 8) and row["num_differing"] == 0
     assert row["accepted_by_place"] == pytest.approx([4 / 5, 2 / 5, 0])
     base = summary(PLAIN, 1, cells, prompts, 0.0)
@@ -69,7 +68,7 @@ def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_gr
     cells[THREE, 4].counted = [Counted(5, 55, (25, 20, 5, 0))]  # with 11 tokens of an answer that does not count
     row = summary(THREE, 4, cells, [prompt(number) for number in range(4)], 1.0)
     assert row["tokens_per_s"] == pytest.approx(4 * 40 / 20) and row["speedup"] == pytest.approx(2.0)
-    assert row["tau"] == pytest.approx(55 / 30) and row["num_differing"] is None and "tau_by_task" not in row
+    assert row["tau"] == pytest.approx(55 / 30) and row["num_differing"] is None
     assert row["speedup_ci95"] is None  # one group tells nothing of others
 
 
