@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -49,7 +50,7 @@ class DraftSettings:
         value: Any = self.head
         object.__setattr__(self, "head", (value,) if isinstance(value, str) else tuple(value or ()))
 
-    @property
+    @cached_property
     def drafters(self) -> dict[str, str]:
         """Paths by `draft` (a language model) or the kind of the head; `kind@name` for each of several of a kind."""
         from draftsmith.modules.pretrained.directory import check_own
@@ -80,7 +81,7 @@ class DraftSettings:
                 paths |= {f"{kind}@{name}": path for name, path in zip(short_names(own), own, strict=True)}
         return paths
 
-    @property
+    @cached_property
     def paths(self) -> dict[str, str]:
         """Paths of `drafters`, and of the command's other models by their options."""
         others = {role: getattr(self, role, None) for role in ROLES}

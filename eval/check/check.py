@@ -155,14 +155,14 @@ def run(config: CheckConfig) -> int:
     return report.exit_code
 
 
-def original(directory: str | Path, kind: str, source: StateSource) -> nn.Module:
-    """Load a head as it was trained, in the type of its file.
+def original(directory: str | Path, kind: str, source: StateSource, config: dict[str, Any] | None = None) -> nn.Module:
+    """Load a head as it was trained, in the type of its file. config: of `head_config`, where it was read already.
 
     Raises:
         InputError: no head of this kind, or one that reads another model's states.
     """
     reader = source.drafter
-    return load_head(directory, reader.lm, kind=kind, identity=reader.identity, as_stored=True)
+    return load_head(directory, reader.lm, kind=kind, identity=reader.identity, as_stored=True, config=config)
 
 
 def check_head(

@@ -101,7 +101,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     """Write and check a head. Returns the report and the command that serves it, with notes."""
     path = head_directory(config.head).resolve()
     # What can be refused is refused before the models are read.
-    format, settings = format_for(path, config.format)
+    config_json = head_config(path)
+    format, settings = format_for(path, config.format, config_json)
     format.check(settings)
     check_eight_bits(config.weights, format)
     drafts = getattr(settings, "drafts", None)
@@ -113,7 +114,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[CheckReport, str
     source = state_source(False, config.target or recorded.get("target"), None, config.loading)
     check_served(format, source.facts)
     eight = config.weights in FORMATS
-    head: Any = original(path, format.kind, source)
+    head: Any = original(path, format.kind, source, config_json)
 
     # Convert and write, by default in the type of the head's file.
     weights: str = config.weights
@@ -191,7 +192,8 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
         InputError: the head was not imported from a directory, or its files cannot hold a trained weight.
     """
     path = head_directory(config.head).resolve()
-    kind, files = head_config(path)["kind"], original_of(path)
+    config_json = head_config(path)
+    kind, files = config_json["kind"], original_of(path)
     if files is None:
         names = " or ".join(other.name for other in formats_of(kind)) or "none: no format holds it"
         raise InputError("format", f"none, and {path} has no files to be written as they came", names, "Pass --format.")
@@ -202,7 +204,7 @@ def export_original(config: ExportConfig, directory: Path) -> tuple[CheckReport,
     manifest = read_object(path / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
     source = state_source(False, config.target or recorded.get("target"), None, config.loading)
-    head: Any = original(path, kind, source)
+    head: Any = original(path, kind, source, config_json)
     full = {name: stored.detach().cpu() for name, stored in stored_tensors(head).items()}
     facts = dataclasses.replace(source.facts, path=loadable(source.path))
     package = files.write(format, full, facts, source.drafter.identity)
@@ -325,13 +327,14 @@ def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckRepor
     return report, llamacpp_command("simple", served)
 
 
-def format_for(head: Path, name: str) -> tuple[HeadFormat, Any]:
+def format_for(head: Path, name: str, config: dict[str, Any]) -> tuple[HeadFormat, Any]:
     """Return the format of this name that holds heads of this kind, and the head's settings.
 
+    config: of `head_config`.
+
     Raises:
-        InputError: no head, or of a kind that no format of this name holds.
+        InputError: a kind that no format of this name holds.
     """
-    config = head_config(head)
     kind = config["kind"]
     if (name, kind) not in formats():
         holds = [other.name for other in formats_of(kind)]

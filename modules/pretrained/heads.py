@@ -267,6 +267,7 @@ def load_head(
     kind: str | None = None,
     identity: Mapping[str, str] | None = None,
     as_stored: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> nn.Module:
     """Load a frozen head, ready to decode, on the target's device.
 
@@ -275,10 +276,11 @@ def load_head(
     kind: the expected kind.
     identity: of what the head reads, if that is not the model alone (`drafter_identity`).
     as_stored: leave it on the CPU in the type of its file.
+    config: of `head_config`, where that has read and checked the directory already.
     """
     # Once: a link may change.
     directory = head_directory(directory).resolve()
-    config = head_config(directory, kind)
+    config = config or head_config(directory, kind)
     # Compare sizes and identity before the weights are read.
     settings = head_settings(directory, config)
     if target is not None:
