@@ -357,5 +357,5 @@ def untested_lengths(module: LitHead, lengths: np.ndarray) -> str:
     remedy = "Train on longer rows (--max-length)" + (", or with --window N" if window == 0 else "")
     return (
         f"note: the longest row has {longest:,} tokens and the target reads {context:,}: drafts in longer contexts "
-        f"are untested (eval bench --by context measures them). {remedy}"
+        f"are untested (data prompts --length cuts prompts to measure them). {remedy}"
     )
