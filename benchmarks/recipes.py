@@ -436,8 +436,8 @@ def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     rows = [{column.key: own[column.key] for column in taus} for own in found]
     for mode in TEMPERATURES:
         for key, heading, form in (("tau", "tau", ".2f"), ("ratio", "to base", ".2fx")):
-            taus += [Column(f"{mode} {key}", heading, form, mode), Column(f"{mode} {key}_ci95", "95 %", "", mode)]
-        depths += [Column(f"{mode} {d + 1}", str(d + 1), ".2f", mode) for d in range(K)]
+            taus += [Column(f"{mode} {key}", f"{mode}: {heading}", form), Column(f"{mode} {key}_ci95", f"{mode}: 95 %")]
+        depths += [Column(f"{mode} {d + 1}", f"{mode}: {d + 1}", ".2f") for d in range(K)]
         for row, part in zip(rows, (own[mode] for own in found), strict=True):
             row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio")}
             row |= {f"{mode} {name}_ci95": format_interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
