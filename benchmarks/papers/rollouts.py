@@ -23,14 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.data.labels import label_tokens
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.along import Answer, TargetText, read
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.plain import room_for
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.branches import BranchDrafter, BranchedText, Draw, target_states
+from draftsmith.modules.drafters.branches import BranchDrafter, Draw
 from draftsmith.modules.drafters.method import Models
 from draftsmith.modules.drafters.methods import by_drafter, chain_method
 from draftsmith.modules.finite import name_nonfinite
@@ -47,16 +46,15 @@ class Rollouts:
     """Drafts of K tokens from the S places of one answer, whatever the target accepts.
 
     num_tokens: of the answer. limit [S]: most tokens of a draft, by decoding's room and up to a drafted end token.
-    num_accepted [S]: tokens before the first rejected one, within the answer. log_q, accept_prob [S, K]: log q(y), and
-    min(1, p(y)/q(y)) by the target that has read the draft, behind rejected tokens too. heads: raw logits [S, K] of
-    each acceptance head once the drafter has read the token.
+    num_accepted [S]: tokens before the first rejected one, within the answer. q [S, K]: the probability of each
+    drafted token, behind rejected ones too. heads: raw logits [S, K] of each acceptance head once the drafter has read
+    the token.
     """
 
     num_tokens: int
     limit: Ints
     num_accepted: Ints
-    log_q: Floats
-    accept_prob: Floats
+    q: Floats
     heads: Mapping[str, Floats]
 
 
@@ -76,7 +74,6 @@ class Recorder:
         self._models, self._params, self._depth, self._seed = models, params, depth, seed
         self._max_new_tokens, self._heads = max_new_tokens, heads
         self._drafter = BranchDrafter(models.net(drafter), depth)
-        self._reader = BranchedText(models.target, depth)
         reader = models.draft if drafter == "draft" else models.target
         assert reader is not None
         self._longest = min(reader.info.max_position, models.target.info.max_position)
@@ -96,7 +93,7 @@ class Recorder:
             # Near the end of its context the drafter drafts fewer tokens; here it drafts none.
             starts = span.starts[span.starts + depth <= self._longest]
             limit = torch.zeros(len(span.starts), dtype=torch.int64)
-            accepted, numbers = limit.clone(), torch.full((2 + len(self._heads), len(limit), depth), torch.nan).double()
+            accepted, numbers = limit.clone(), torch.full((1 + len(self._heads), len(limit), depth), torch.nan).double()
             if len(starts):
                 text.open(self._drafter, len(ids))
                 drafted = self._drafter.grow(starts.tolist(), depth, self._draw(text, starts, number))
@@ -104,10 +101,10 @@ class Recorder:
                 same = own == torch.tensor([*ids, *[-1] * depth])[starts[:, None] + torch.arange(depth)]
                 accepted[: len(own)] = same.cumprod(1).sum(1)
                 limit[: len(own)] = self._limits(own).minimum(span.limit - starts - 1).clamp_min(0)
-                numbers[:, : len(own)] = self._numbers(ids, starts.tolist(), own, drafted.hidden)
-        log_q, accept_prob, *heads = (values.numpy() for values in numbers)
+                numbers[:, : len(own)] = self._numbers(starts.tolist(), own, drafted.hidden)
+        q, *heads = (values.numpy() for values in numbers)
         logits = dict(zip(self._heads, heads, strict=True))
-        return Rollouts(len(answer.tokens), limit.numpy(), accepted.numpy(), log_q, accept_prob, logits)
+        return Rollouts(len(answer.tokens), limit.numpy(), accepted.numpy(), q, logits)
 
     def _draw(self, text: TargetText, starts: Tensor, number: int) -> Draw:
         """Return the coupled draws of drafts from starts [S]."""
@@ -129,16 +126,14 @@ class Recorder:
         ends = torch.isin(drafted, torch.tensor(self._models.ends, dtype=torch.int64))
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, drafted.shape[1])
 
-    def _numbers(self, ids: Sequence[int], starts: Sequence[int], drafted: Tensor, hidden: Tensor) -> Tensor:
-        """Return log q, min(1, p/q) and the logits of each head [2 + heads, S, K] of drafts [S, K]."""
-        self._reader.open(ids[: starts[-1]])
-        p = self._models.target.lm_head(target_states(self._reader, starts, drafted)).flatten(0, 1)
-        q = self._drafter.lm_head(hidden).flatten(0, 1)  # [S * K, V]
-        labels = label_tokens(p, q, self._params, drafted.flatten())
+    def _numbers(self, starts: Sequence[int], drafted: Tensor, hidden: Tensor) -> Tensor:
+        """Return q and the logits of each head [1 + heads, S, K] of drafts [S, K]."""
+        # Greedily, those at temperature 1.
+        params = SamplingParams(1.0) if self._params.greedy else self._params
+        probs = probabilities(self._drafter.lm_head(hidden).flatten(0, 1), params)  # [S * K, V]
+        q = probs.gather(-1, drafted.flatten()[:, None]).view(drafted.shape)
         states = self._drafter.states(starts, drafted)[:, 1:] if self._heads else hidden
-        logits = [head(states).double() for head in self._heads.values()]
-        found = [labels[name].double().view(drafted.shape) for name in ("log_q", "accept_prob")]
-        return torch.stack([*found, *logits])
+        return torch.stack([q.double(), *(head(states).double() for head in self._heads.values())])
 
 
 def generator(*numbers: int) -> torch.Generator:
@@ -180,7 +175,6 @@ def coupled(
 # -- rules that end a draft
 
 RuleName = Literal["k", "t", "h", "oracle"]
-TRUE_PROBS = "true p/q"
 RAW = ", raw"  # suffix of a head's name: its output without calibration
 
 
@@ -219,7 +213,7 @@ class Policy:
             return f"{chain_method(drafter)}:k={self.value:g}"
         if self.rule == "t":
             return f"confidence:t={self.value:g}:{limits}"
-        if self.predictor in (TRUE_PROBS, ""):
+        if self.rule == "oracle":
             return None
         return f"specdec++:h={self.value:g}:{limits}{'' if self.predictor.endswith(RAW) else ':calibrated=on'}"
 
@@ -233,9 +227,7 @@ def lengths(policy: Policy, rollouts: Rollouts, heads: Mapping[str, AcceptanceHe
         left = rollouts.num_tokens - 1 - np.arange(1, len(rollouts.limit) + 1)
         return np.minimum(rollouts.num_accepted, left)
     if policy.rule == "t":
-        stops = np.exp(rollouts.log_q) < policy.value
-    elif policy.predictor == TRUE_PROBS:
-        stops = ~(1 - rollouts.accept_prob.cumprod(1) <= policy.value)
+        stops = rollouts.q < policy.value
     else:
         head, raw = heads[policy.head], torch.from_numpy(rollouts.heads[policy.head])
         calibrated = raw if policy.predictor.endswith(RAW) else head.calibrated(raw)

@@ -4,15 +4,17 @@
     python benchmarks/papers/specdecpp.py --heads runs/specdecpp/heads --output runs/specdecpp/results
 
 specdecpp.sh makes acceptance labels and trains heads of several depths and loss weights. This script reads off what
-every fixed K and every threshold of every head would do (figure 4), fits the cost model T = t_draft N_draft + t_target
-N_target (eq. 2.1, section 4.2) and decodes with the best settings (tables 1 and 3).
+every fixed K and every threshold of every head would do, fits the cost model T = t_draft N_draft + t_target N_target
+(eq. 2.1, section 4.2) and decodes with the best settings (tables 1 and 3).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,71 +22,95 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.benchmarks.papers import common
-from draftsmith.benchmarks.papers.common import Floats, Row
-from draftsmith.benchmarks.papers.rollouts import RAW, TRUE_PROBS, Policy, Recorder, Rollouts, decoded
-from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, progress_bar
+from draftsmith.benchmarks.papers.rollouts import RAW, Floats, Policy, Recorder, Rollouts, decoded
+from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, progress_bar
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.runner import load_run
+from draftsmith.eval.bootstrap import Resamples
+from draftsmith.eval.meta import RESULTS, describe
+from draftsmith.eval.settings import AnswerLength, DraftSettings, PromptChoice, Running
+from draftsmith.eval.tables import to_json
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
-from draftsmith.modules.types import InputError, check_range
+from draftsmith.modules.drafters.method_names import parse_methods
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.files import make_directory, write_json
+from draftsmith.modules.pretrained.heads import load_head
+from draftsmith.modules.types import InputError, SamplingParams, check_range
 
+Row = Mapping[str, Any]
+# Completions loop at the size of the shipped models and would flatter every drafter: they are left out.
+EMBEDDED_TASKS = (
+    "rename,add_docstring,remove_docstring,add_type_hints,remove_type_hints,wrap_in_try,sort_imports,explain"
+)
 # The head and threshold of the paper's headline numbers (section 4).
 PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
 # The paper's table of eval KL: w_rej = 6, by depth 0..4.
 PAPER_EVAL_KL = dict(enumerate((0.637, 0.596, 0.589, 0.582, 0.575)))
 MIX = 0.15  # share of tokens that the draft reads from the target's text instead of its own (section 3.3)
 BEST_K, BEST_T, BEST_HEAD = "best fixed K", "best threshold on q", "best head and h"
-PUBLISHED = "published: w_rej 6, D 3, h 0.7"
-BOUND, KNOWN, ORACLE = "best calibrated head, h by theorem 3.1", "true p/q, h by theorem 3.1", "oracle (lemma 2.1)"
+PUBLISHED, ORACLE = "published: w_rej 6, D 3, h 0.7", "oracle (lemma 2.1)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecDecPPConfig(common.PaperConfig):
+class SpecDecPPConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     """Measures what acceptance heads of several depths and loss weights gain.
 
     Attributes:
-        temperatures: One temperature; the paper samples at 1.
+        target: Model directory, hub id or embedded:target.
         head: The draft model.
+        data: JSONL, JSON or Parquet file of chats, a prompts artifact, a data set, or embedded:prompts.
+        temperature: The paper samples at 1.
         heads: Folder of acceptance heads, or of the outputs of their trainings.
         labels: Folder with train/acceptance and eval/acceptance, the labels that heads are compared on.
         dev_split: Prompts to choose settings on.
         limit: Prompts to report.
+        repeats: Runs of every measured method on every prompt; the median counts.
         ks: Fixed draft lengths.
         thresholds: Values of h.
         min_drafted: Shortest draft under a threshold.
         max_drafted: Longest draft under a threshold.
         label_prompts: Rows of each artifact of labels that are read.
         dev_prompts: Dev prompts to choose settings on.
+        output: Directory that receives results.json and the runs of `eval bench`.
     """
 
+    target: str = "embedded:target"
     head: tuple[str, ...] = ("embedded:draft",)
-    temperatures: str = "1"
+    data: str = "embedded:prompts"
+    split: str = "test"
+    tasks: str | None = EMBEDDED_TASKS
+    max_new_tokens: int = 256
+    temperature: float = 1.0
     heads: Path = Path("runs/specdecpp/heads")
     labels: Path = Path("runs/specdecpp/data")
     dev_split: str = "dev"
     limit: int = 48
+    repeats: int = 1
     ks: tuple[int, ...] = tuple(range(2, 15))
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     min_drafted: int = 2
     max_drafted: int = 20
     label_prompts: int = 60
     dev_prompts: int = 24
+    output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.modes) != 1 or "draft" not in self.drafters:
-            raise InputError("temperatures", self.temperatures, "one, and a --head model", "Name one.")
+        if "draft" not in self.drafters:
+            raise InputError("head", "no draft model", "one", "Name one.")
         for h in self.thresholds:
             check_range("thresholds", h, 0.0, 1.0, "()")
         check_range("ks", min(self.ks), 1)
         check_range("min_drafted", self.min_drafted, 1)
         check_range("max_drafted", self.max_drafted, self.min_drafted)
-        if None in (self.dev_split, self.split) or self.dev_split == self.split:
+        if self.dev_split == self.split:
             raise InputError("split", f"{self.dev_split}, {self.split}", "two different splits", "Name two.")
 
 
@@ -99,7 +125,11 @@ class ForwardTimes:
 
     @classmethod
     def fit(cls, rows: Sequence[Row], clock: str) -> ForwardTimes:
-        """Fit by least squares without intercept, one row per method and prompt."""
+        """Fit by least squares without intercept, one row per method and prompt.
+
+        Rows of ar are left out, whose target calls read one token.
+        """
+        rows = [row for row in rows if row["method"] != "ar"]
         counts = np.array([[row["num_draft_tokens"], row["num_target_calls"]] for row in rows], np.float64)  # [N, 2]
         seconds = np.array([row[f"{clock}_s"] for row in rows], np.float64)
         weights = np.linalg.lstsq(counts, seconds, rcond=None)[0]
@@ -109,16 +139,6 @@ class ForwardTimes:
 
     def seconds(self, totals: Totals) -> float:
         return self.t_draft * totals.num_draft_tokens + self.t_target * totals.num_target_calls
-
-    @property
-    def bound(self) -> float | None:
-        """Largest sensible threshold h (theorem 3.1 with delta = 0), or None.
-
-        One more token loses c1 = t_draft if an earlier one is rejected, and saves at most c2 = t_target - t_draft if
-        none is: stopping is best once P(rejection) reaches c2 / (c1 + c2).
-        """
-        h = round(1 - self.t_draft / self.t_target, 3) if 0 < self.t_draft < self.t_target else 0.0
-        return h if 0 < h < 1 else None
 
 
 @sole_writer()
@@ -131,20 +151,28 @@ class Study:
     """Loaded models and heads, with the rollouts of the dev prompts and of the reported ones."""
 
     def __init__(self, config: SpecDecPPConfig):
-        self.config, (self.params,) = config, config.modes
+        self.config, self.params = config, SamplingParams(config.temperature)
         torch.set_num_threads(1)
-        assert config.split is not None
-        dev = read_prompts(config.data, config.target, config.dev_split, config.tasks, config.dev_prompts)
-        self.loaded = common.load(config, ["spec"], dev)
-        models = self.loaded.models
-        assert models.draft is not None
-        self.draft = models.draft
-        self.places = common.head_directories(config.heads)
-        self.heads = common.load_heads(self.places, self.draft)
+        target = Checkpoint(config.target)
+        self.prompts, dev = (
+            read_prompts(config.data, target, split, config.tasks, limit)
+            for split, limit in ((config.split, config.limit), (config.dev_split, config.dev_prompts))
+        )
+        self.models = load_run(config, target, parse_methods("spec"), [*self.prompts, *dev], [self.params])
+        assert self.models.draft is not None
+        self.draft = self.models.draft
+        self.places = head_directories(config.heads)
+        self.heads: dict[str, AcceptanceHead] = {}
+        for name, place in self.places.items():
+            head = load_head(place, self.draft, kind="acceptance")
+            assert isinstance(head, AcceptanceHead)
+            self.heads[name] = head
         depth = max(config.max_drafted, *config.ks)
         self.rollouts = dict[str, list[Rollouts]]()
-        for split, prompts in ((config.dev_split, dev), (config.split, self.loaded.prompts)):
-            recorder = Recorder(models, "draft", self.params, depth, config.max_new_tokens, config.seed, self.heads)
+        for split, prompts in ((config.dev_split, dev), (config.split, self.prompts)):
+            recorder = Recorder(
+                self.models, "draft", self.params, depth, config.max_new_tokens, config.seed, self.heads
+            )
             with progress_bar(f"rollouts, {split}", len(prompts), "prompts") as advance:
                 self.rollouts[split] = list[Rollouts]()
                 for number, prompt in enumerate(prompts):
@@ -169,109 +197,95 @@ class Study:
         return Policy("h", h, head if calibrated else head + RAW, *limits)
 
     def grid(self) -> list[Policy]:
-        """Return fixed K, thresholds on q, thresholds of each head, raw and calibrated, and the oracle."""
+        """Return fixed K, thresholds on q, and thresholds of each head, raw and calibrated."""
         config = self.config
         policies = [Policy("k", k) for k in config.ks]
         policies += [Policy("t", t, maximum=config.max_drafted) for t in config.thresholds]
         for head in self.heads:
             for calibrated in (False, True):
                 policies += [self.threshold(head, h, calibrated) for h in config.thresholds]
-        return [*policies, Policy("oracle")]
+        return policies
 
-    def totals(self, split: str, policy: Policy) -> Totals:
-        return pool(self.traces(split, policy))
+    def bench(self, split: str, limit: int, policies: Sequence[Policy], head: str) -> list[Row]:
+        """Decode with these settings and one head, interleaved; return the rows per prompt.
 
-    def bench(self, split: str, limit: int, methods: Sequence[str], head: str) -> tuple[list[Row], str]:
-        """Decode with these methods and one head; return the rows per prompt and the clock."""
-        changes = {"split": split, "limit": limit, "acceptance": str(self.places[head])}
-        name = f"bench-{split}-{head}"
-        common.measure(self.config, methods, self.params, name, **changes)
-        return common.bench_rows(common.bench_directory(self.config, self.params, name)), self.config.clock
+        A finished run of the same settings is read. A prompt that one of them could not answer is left out.
+        """
+        config, output = self.config, self.config.output / f"bench-{split}-{head}-t{self.params.temperature:g}"
+        shared = {item.name for item in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
+        settings = {name: getattr(config, name) for name in shared}
+        settings |= {"split": split, "limit": limit, "acceptance": str(self.places[head]), "output": output}
+        settings |= {"methods": ",".join(dict.fromkeys(str(policy.method("draft")) for policy in policies))}
+        # Turns as `read_prompts` reads them.
+        bench(BenchConfig(**settings | {"turns": "last", "temperature": str(self.params.temperature)}))
+        rows = read_rows(output)
+        failed = {row["id"] for row in rows if row["error"] is not None}
+        return [row for row in rows if row["id"] not in failed]
 
     def measure(self) -> Path:
         """Fit times and choose settings on the dev prompts, decode the reported ones, write the results."""
-        config, split = self.config, self.config.split
-        assert split is not None
+        config, clock = self.config, self.config.clock
         # Lengths over the whole range and the published rule, for the times of the cost model.
         ks, count = sorted(config.ks), 5
         spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
         timing = self.published or next(iter(self.heads))
         timed = [*(Policy("k", k) for k in spread), self.threshold(timing, PUBLISHED_H, False)]
         timed.append(self.threshold(timing, 0.5, True))
-        methods = [str(policy.method("draft")) for policy in timed]
-        dev_rows, clock = self.bench(config.dev_split, config.dev_prompts, methods, timing)
-        times = ForwardTimes.fit(drafting(dev_rows), clock)
+        times = ForwardTimes.fit(self.bench(config.dev_split, config.dev_prompts, timed, timing), clock)
 
         log_note("Replaying every K, and every h of every head")
         chosen = self.choose(times)
         runs: dict[str, list[Row]] = {}
         for head in dict.fromkeys(policy.head for policy in chosen.values() if policy.head in self.heads):
             own = [policy for policy in chosen.values() if policy.head in ("", head)]
-            methods = list(dict.fromkeys(str(policy.method("draft")) for policy in own))
-            runs[head], _ = self.bench(split, config.limit, methods, head)
+            runs[head] = self.bench(config.split, config.limit, own, head)
 
-        throughput = self.throughput_rows(chosen, times, runs, clock)
-        fits = {"dev": times, **{head: ForwardTimes.fit(drafting(rows), clock) for head, rows in runs.items()}}
+        fits = {"dev": times, **{head: ForwardTimes.fit(rows, clock) for head, rows in runs.items()}}
         theory = [{"run": head, **row} for head, rows in runs.items() for row in theory_rows(rows, fits[head], clock)]
-        tables = [
-            throughput_table(throughput),
-            self.rate_table(chosen[BEST_HEAD], times),
-            kl_table(self.kl_rows()),
-            *regression_tables(fits, theory),
-        ]
-        return common.write_results("specdecpp", config, self.loaded, tables)
+        return self.write_results(
+            [
+                throughput_table(self.throughput_rows(chosen, times, runs)),
+                kl_table(self.kl_rows()),
+                *regression_tables(fits, theory),
+            ]
+        )
 
     def choose(self, times: ForwardTimes) -> dict[str, Policy]:
         """Return the fastest settings on the dev prompts by the cost model, the first among equals."""
         speeds = {}
         for policy in self.grid():
-            totals = self.totals(self.config.dev_split, policy)
+            totals = pool(self.traces(self.config.dev_split, policy))
             speeds[policy] = totals.num_tokens / times.seconds(totals)
-        of_heads = [policy for policy in speeds if policy.rule == "h"]
-        calibrated = [policy for policy in of_heads if not policy.predictor.endswith(RAW)]
         chosen = {
-            BEST_K: max((policy for policy in speeds if policy.rule == "k"), key=speeds.__getitem__),
-            BEST_T: max((policy for policy in speeds if policy.rule == "t"), key=speeds.__getitem__),
-            BEST_HEAD: max(of_heads, key=speeds.__getitem__),
+            name: max((policy for policy in speeds if policy.rule == rule), key=speeds.__getitem__)
+            for name, rule in ((BEST_K, "k"), (BEST_T, "t"), (BEST_HEAD, "h"))
         }
         if self.published is not None:
             chosen[PUBLISHED] = self.threshold(self.published, PUBLISHED_H, False)
-        if times.bound is not None:
-            chosen[BOUND] = self.threshold(max(calibrated, key=speeds.__getitem__).head, times.bound, True)
         return chosen
 
     def throughput_rows(
-        self, chosen: Mapping[str, Policy], times: ForwardTimes, runs: Mapping[str, Sequence[Row]], clock: str
+        self, chosen: Mapping[str, Policy], times: ForwardTimes, runs: Mapping[str, Sequence[Row]]
     ) -> list[Row]:
         """Return a row per setting: tokens/s by the cost model on both splits, and measured where it was decoded."""
-        config, split = self.config, self.config.split
-        assert split is not None
-        policies = dict(chosen)
-        if times.bound is not None:
-            policies[KNOWN] = Policy("h", times.bound, TRUE_PROBS, maximum=config.max_drafted)
-        policies[ORACLE] = Policy("oracle")
-        fixed, rows = chosen[BEST_K], list[Row]()
-        for role, policy in policies.items():
-            row: dict[str, Any] = {
-                "role": role,
-                "rule": policy.label,
-                "head": policy.head if policy.head in self.heads else None,
-            }
+        config, fixed, rows = self.config, chosen[BEST_K], list[Row]()
+        for role, policy in {**chosen, ORACLE: Policy("oracle")}.items():
+            row: dict[str, Any] = {"role": role, "rule": policy.label, "head": policy.head or None}
             row |= dict.fromkeys(("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci"))
-            row |= {"dev_theory": common.rate(self.pairs(config.dev_split, policy, times))}
-            pairs, base = (self.pairs(split, own, times) for own in (policy, fixed))
-            row["test_theory"] = common.rate(pairs)
+            row |= {"dev_theory": rate(self.pairs(config.dev_split, policy, times))}
+            pairs, base = (self.pairs(config.split, own, times) for own in (policy, fixed))
+            row["test_theory"] = rate(pairs)
             if policy != fixed:
-                row["gain_theory"] = common.rate(pairs) / common.rate(base) - 1
-                row["gain_theory_ci"] = gain_text(common.ratio_interval(pairs, base, config.seed))
-            method, base_method = policy.method("draft"), str(fixed.method("draft"))
-            if method is not None and policy.rule != "oracle":
+                row["gain_theory"], row["gain_theory_ci"] = gain(pairs, base, config.seed)
+            if policy.rule != "oracle":
                 of_run = runs[policy.head] if policy.head else next(iter(runs.values()))
-                row["measured"] = common.rate(measured_pairs(of_run, method, clock))
-                row["speedup"] = row["measured"] / common.rate(measured_pairs(of_run, "ar", clock))
+                ar, own, decoded_base = (
+                    measured_pairs(of_run, str(name), config.clock)
+                    for name in ("ar", policy.method("draft"), fixed.method("draft"))
+                )
+                row |= {"measured": rate(own), "speedup": rate(own) / rate(ar)}
                 if policy != fixed:
-                    gain, ends = common.bench_gain(of_run, method, base_method, clock, config.seed)
-                    row |= {"gain_measured": gain, "gain_measured_ci": gain_text(ends)}
+                    row["gain_measured"], row["gain_measured_ci"] = gain(own, decoded_base, config.seed)
             rows.append(json_values(row))
         return rows
 
@@ -279,32 +293,6 @@ class Study:
         """Return tokens and their seconds by the cost model [prompts, 2]."""
         totals = [pool([trace]) for trace in self.traces(split, policy)]
         return np.array([(own.num_tokens, times.seconds(own)) for own in totals])
-
-    def rate_table(self, best: Policy, times: ForwardTimes) -> Table:
-        """Build figure 4 on the reported prompts: discard rate and verification rate of every setting."""
-        split = self.config.split
-        assert split is not None
-        totals = {policy: self.totals(split, policy) for policy in self.grid()}
-        of_heads = [policy for policy in totals if policy.rule == "h"]
-        points = [(totals[policy].discard_rate, totals[policy].verification_rate) for policy in of_heads]
-        series = {
-            "fixed K": [policy for policy in totals if policy.rule == "k"],
-            f"best head ({best.predictor})": [policy for policy in of_heads if policy.predictor == best.predictor],
-            "Pareto front of all heads and h": [of_heads[i] for i in pareto_front(points)],
-            "confidence: until q(y) < t": [policy for policy in totals if policy.rule == "t"],
-            ORACLE: [Policy("oracle")],
-        }
-
-        def point(name: str, policy: Policy) -> Row:
-            own = totals[policy]
-            rates = {"discard_rate": own.discard_rate, "verification_rate": own.verification_rate, "tau": own.tau}
-            theory = own.num_tokens / times.seconds(own)
-            return {"series": name, "setting": policy.label, "head": policy.head or None, **rates, "theory": theory}
-
-        return Table(
-            "specdecpp-rates",
-            rows=json_values([point(name, own) for name, group in series.items() for own in group]),
-        )
 
     @torch.inference_mode()
     def kl_rows(self) -> list[Row]:
@@ -338,23 +326,61 @@ class Study:
             rows.append(row)
         return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
 
+    def write_results(self, tables: Sequence[Table]) -> Path:
+        """Write results.json last, and print the tables."""
+        config = self.config
+        identities = {"target": self.models.target.info.identity, "models": {"draft": self.draft.info.identity}}
+        meta = describe("specdecpp", config, self.prompts, config.data, **identities)
+        meta["command"] = shlex.join(["python", *sys.argv])
+        make_directory(config.output)
+        write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables)})
+        for table in tables:
+            print_table(table)
+        log_note(f"Written to {config.output / RESULTS}")
+        return config.output
+
+
+def head_directories(root: Path) -> dict[str, Path]:
+    """Return name -> head directory for every folder in `root` that is a head or a training's output."""
+    directories: dict[str, Path] = {}
+    for folder in sorted(path for path in root.glob("*") if path.is_dir()):
+        place = next((place for place in (folder, folder / "best") if (place / "config.json").exists()), None)
+        if place is not None:
+            directories[folder.name] = place
+    if not directories:
+        expected = "a folder of acceptance heads or of trainings' outputs"
+        raise InputError("heads", f"no head in {root}", expected, "Check the path.")
+    return directories
+
 
 def is_published(head: AcceptanceHead) -> bool:
     config = head.config
     return (config.w_rej / config.w_acc, config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH)
 
 
-def drafting(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without ar, whose target calls read one row: times are fitted to these."""
-    return [row for row in rows if row["method"] != "ar"]
-
-
 def measured_pairs(rows: Sequence[Row], method: str, clock: str) -> Floats:
+    """Return the tokens and seconds of a method, [prompts, 2]."""
     return np.array([(row["tokens"], row[f"{clock}_s"]) for row in rows if row["method"] == method], np.float64)
 
 
-def gain_text(ends: Sequence[float] | None) -> str | None:
-    return format_interval(ends, "+.1%", " to ") or None
+def rate(pairs: Floats) -> float:
+    """Return tokens per second of pairs [prompts, 2]: a ratio of sums."""
+    tokens, seconds = pairs.sum(0)
+    return float(tokens / seconds)
+
+
+def gain(pairs: Floats, base: Floats, seed: int) -> tuple[float, str | None]:
+    """Return (tokens/s of `pairs`) / (tokens/s of `base`) - 1, with its 95 % interval; none for fewer than two prompts.
+
+    pairs, base [prompts, 2]: tokens and seconds of the same prompts, which are resampled together.
+    """
+    drawn = Resamples(range(len(pairs)), seed)
+
+    def speed(values: Floats) -> Floats:
+        return drawn.sums(values[:, 0]) / drawn.sums(values[:, 1])
+
+    ends = drawn.interval(speed(pairs) / speed(base) - 1)
+    return rate(pairs) / rate(base) - 1, format_interval(ends, "+.1%", " to ") or None
 
 
 def theory_rows(rows: Sequence[Row], fitted: ForwardTimes, clock: str) -> Iterator[Row]:
@@ -364,18 +390,9 @@ def theory_rows(rows: Sequence[Row], fitted: ForwardTimes, clock: str) -> Iterat
         tokens, drafted, calls = (
             sum(row[name] for row in own) for name in ("tokens", "num_draft_tokens", "num_target_calls")
         )
-        measured = common.rate(measured_pairs(own, method, clock))
+        measured = rate(measured_pairs(own, method, clock))
         theory = tokens / (fitted.t_draft * drafted + fitted.t_target * calls)
         yield {"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1}
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the numbers of the points (x, y) that no other dominates, by rising x; less is better in both."""
-    front: list[int] = []
-    for number in sorted(range(len(points)), key=lambda i: (*points[i], i)):
-        if not front or points[number][1] < points[front[-1]][1]:
-            front.append(number)
-    return front
 
 
 def throughput_table(rows: Sequence[Row]) -> Table:
@@ -391,7 +408,7 @@ def throughput_table(rows: Sequence[Row]) -> Table:
     note = (
         "Settings are the fastest by the cost model on the dev prompts. Cost model: replayed counts, times fitted to "
         "a bench on the dev prompts. Measured: decoding of the reported prompts, interleaved with the fixed K. "
-        "Theorem 3.1: no h above 1 - t_draft/t_target can be best. No decoder can run true p/q and the oracle."
+        "No decoder can run the oracle."
     )
     return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from worlds import near_copy, quick_eagle_head, run_models, tiny_llama_dir
 
-from draftsmith.benchmarks.papers.rollouts import RAW, TRUE_PROBS, Policy, Recorder, Rollouts, coupled, decoded, lengths
+from draftsmith.benchmarks.papers.rollouts import RAW, Policy, Recorder, Rollouts, coupled, decoded, lengths
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate_one
@@ -81,19 +81,17 @@ def test_a_draft_that_has_no_room_in_the_context_is_none(world):
     assert rollouts.limit.max() > 0 == rollouts.limit[-1]
 
 
-def by_hand(accepted: list[int], log_q: list[float], num_tokens: int = 13) -> Rollouts:
+def by_hand(accepted: list[int], q: list[float], num_tokens: int = 13) -> Rollouts:
     rows = len(accepted)
-    probs = np.tile(np.array([0.75, 0.5, 1.0, 1.0]), (rows, 1))
-    return Rollouts(num_tokens, np.full(rows, 4), np.array(accepted), np.tile(np.array(log_q), (rows, 1)), probs, {})
+    return Rollouts(num_tokens, np.full(rows, 4), np.array(accepted), np.tile(np.array(q), (rows, 1)), {})
 
 
 def test_rules_by_hand():
     # Every third token is the target's alone.
-    own = by_hand([2, 1, 0] * 4, np.log([0.75, 0.5, 0.5, 0.5]).tolist())
+    own = by_hand([2, 1, 0] * 4, [0.75, 0.5, 0.5, 0.5])
     assert set(lengths(Policy("t", 0.5, maximum=4), own, {})) == {4}  # as likely as the threshold: goes on
     assert set(lengths(Policy("t", 0.51, maximum=4), own, {})) == {2}
     assert set(lengths(Policy("t", 0.76, "", 3, 4), own, {})) == {3}
-    assert set(lengths(Policy("h", 0.3, TRUE_PROBS, maximum=4), own, {})) == {2}
     # Four rounds of two tokens and the target's own; the oracle leaves the last token to the target.
     for policy in (Policy("k", 2), Policy("oracle")):
         trace = decoded(policy, own, {})
