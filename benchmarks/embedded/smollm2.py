@@ -20,6 +20,7 @@ from draftsmith.modules.pretrained.reading import read_object
 def ship(directory: Path) -> Path:
     """Write the head into the package under the name of its kind, `smollm2:KIND`, and return where it is."""
     config, manifest = head_config(directory), read_object(directory / "manifest.json", {})
+    manifest["license"] = "apache-2.0"
     head: Any = load_head(directory)
     shipped = FOLDERS["smollm2:"] / config["kind"]
     card = model_card(config["kind"], {"head": config["head"], **manifest})
