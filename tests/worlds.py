@@ -142,9 +142,11 @@ def near_copy(directory: Path, to: Path, noise: float, **config: Any) -> Path:
     return to
 
 
-def every_head(llama: LlamaConfig, layers: tuple[int, ...], prefix: bool) -> dict[str, Any]:
-    """Make a new head of each kind for a target. layers: whose states EAGLE-3 reads, and block drafters but the first.
-    prefix: Hydra has its prefix attention."""
+def every_head(llama: LlamaConfig, layers: tuple[int, ...]) -> dict[str, Any]:
+    """Make a new head of each kind for a target.
+
+    layers: whose states EAGLE-3 reads, and block drafters but the first.
+    """
     like, aux_layers = layers_like(llama, 1), layers[-2:]
     block = {
         "dflash": BlockConfig(like, aux_layers, 5, 7, "fill-in"),
@@ -158,9 +160,9 @@ def every_head(llama: LlamaConfig, layers: tuple[int, ...], prefix: bool) -> dic
     sizes |= {"hidden_size": llama.hidden_size, "vocab_size": llama.vocab_size, "intermediate_size": 16, "head_dim": 8}
     sizes["max_position_embeddings"] = llama.max_position
     heads["mtp"] = MtpHead(MtpHead.new_config(MtpSettings(), plain_shape(sizes)))
-    for kind, options in (("medusa", {}), ("hydra", {"prefix_attention": prefix})):
+    for kind in ("medusa", "hydra"):
         made: Any = head_class(kind)
-        heads[kind] = made(made.new_config(made.Settings(num_heads=3, **options), llama))
+        heads[kind] = made(made.new_config(made.Settings(num_heads=3), llama))
     return heads | {kind: head_class(kind)(config) for kind, config in block.items()}
 
 
@@ -311,7 +313,7 @@ FIRST_MLP = ("layers.0.mlp.down_proj.weight", (0, 0))
 NAN_IN = {
     **dict.fromkeys(("target", "draft", "mid", "eagle", "dflash", "dflash2", "dspark"), FIRST_MLP),
     **dict.fromkeys(("eagle3", "mtp"), ("layer.mlp.down_proj.weight", (0, 0))),
-    "medusa": ("heads.0.0.linear.weight", (0, 0)),
+    "medusa": ("heads.0.linear.weight", (0, 0)),
     "hydra": ("heads.0.linear.weight", (0, 0)),
     "acceptance": ("out.weight", (0, 0)),
 }
@@ -337,7 +339,7 @@ def small_models(broken: str | None = None) -> Models:
     lms = [small_lm(seed, FIRST_MLP if name == broken else None) for name, seed in seeds.items()]
     torch.manual_seed(4)
     acceptance = AcceptanceHead(AcceptanceHeadConfig(SMALL.hidden_size, num_blocks=1))
-    heads: dict[str, nn.Module] = {**every_head(SMALL, (0, 1), False), "acceptance": acceptance}
+    heads: dict[str, nn.Module] = {**every_head(SMALL, (0, 1)), "acceptance": acceptance}
     for kind, head in heads.items():
         head.requires_grad_(False)
         if broken == kind:
@@ -369,7 +371,7 @@ def make_tiny_world(root: Path) -> dict[str, str]:
     torch.nn.init.normal_(acceptance.out.weight, std=1.0)  # a new head says one half to everything
     save_head(root / "acceptance", acceptance, {"target": draft_lm.info.identity}, "card")
     llama = llama_config(json.loads((target / "config.json").read_text()))
-    for kind, head in every_head(llama, (0, 1, 2), True).items():
+    for kind, head in every_head(llama, (0, 1, 2)).items():
         save_head(root / kind, head, {"target": target_lm.info.identity}, "card")
     rows = [
         {"id": f"row-{i}", "task": "ab"[i % 2], "split": "test" if i < 5 else "train",

@@ -13,7 +13,6 @@ from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.drafters.block.net import BlockConfig
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
-from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.llama_config import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
@@ -27,7 +26,6 @@ GOOD = [
     Eagle3Config(PLAIN, (0, 1), 60),
     BlockConfig(LLAMA, (0, 1), 4, 3, draft_vocab_size=40),
     MedusaConfig(8, 60, 64),
-    HydraConfig(PLAIN),
     AcceptanceHeadConfig(8),
 ]
 NUMBERS = ["1", [1], True, -1, 10**9, 10**18, 2**70, math.nan, math.inf, -math.inf]
@@ -72,7 +70,6 @@ def test_a_field_refuses_what_it_cannot_be(config):
         (lambda: Eagle3Config(PLAIN, (), 60), "some layers"),
         # Decoding would look through the window, and training does not.
         (lambda: EagleConfig(LLAMA), "sliding_window: found 8, expected none"),
-        (lambda: HydraConfig(LLAMA), "sliding_window: found 8, expected none"),
         (lambda: dataclasses.replace(LLAMA, rms_eps=0.0), "rms_eps: found 0.0"),
         (lambda: dataclasses.replace(LLAMA, max_position=1), "max_position: found 1, expected a whole number from 2"),
         (lambda: MedusaConfig(8, 60, 1), "max_position: found 1, expected a whole number from 2"),

@@ -28,7 +28,7 @@ from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.drafters.hydra import HydraConfig, HydraHead
+from draftsmith.modules.drafters.hydra import HydraHead
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.net import ChainDrafter, DraftNet, TreeDrafter
@@ -334,11 +334,9 @@ def random_medusa_heads(seed: int, own_lm_head: bool = False) -> MedusaHead:
     return heads
 
 
-def random_hydra_heads(seed: int, plus: bool = False) -> HydraHead:
-    """plus: with all that Hydra++ adds, and lm_heads of their own."""
+def random_hydra_heads(seed: int, own_lm_head: bool = False) -> HydraHead:
     torch.manual_seed(seed)
-    llama = dataclasses.replace(LAYER, num_layers=int(plus))
-    heads = HydraHead(HydraConfig(llama, 3, 3 if plus else 1, own_lm_head=plus)).double().requires_grad_(False)
+    heads = HydraHead(MedusaConfig(H, V, CAPACITY, num_heads=3, own_lm_head=own_lm_head)).double().requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_()
     return heads
@@ -393,7 +391,7 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: chain_or_tree(heads.net(target), shape)
     if name.startswith("hydra"):
         shape = None if "k=" in name else EAGLE_TREES["drawn" if "drawn" in name else "eagle-static"]
-        hydra = random_hydra_heads(seed, "++" in name)
+        hydra = random_hydra_heads(seed, "own" in name)
         return lambda: chain_or_tree(hydra.net(target), shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
@@ -441,7 +439,7 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "medusa-static",
            "medusa:k=2", "medusa-static:own", "medusa-static:drawn",
-           "hydra-static", "hydra:k=2", "hydra++", "hydra-static:drawn",
+           "hydra-static", "hydra:k=2", "hydra:own", "hydra-static:drawn",
            "pld", "lookahead"]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_a_start_that_does_not_fit_is_refused(artifacts, tmp_path, eagle_run, ch
 
 # An option of a drafter -> a value that no new head has by default, if its type does not name one.
 OTHER = {"layers": (0, 1, 3), "mask_token": 5, "rope_theta": 5e5, "draft_vocab": 100, "num_layers": 3, "num_heads": 2}
-OTHER |= {"block": 4, "markov_rank": 16, "prefix_attention": True, "window": 9}
+OTHER |= {"block": 4, "markov_rank": 16, "window": 9}
 OTHER |= {"conv_kernel": 3, "conv_group": 8, "selector_rank": 5, "selector_top_k": 4}
 
 

@@ -25,13 +25,11 @@ from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, check
 
 # Head i, counted from 0, reads state t and guesses token t + AHEAD + i; token t + 1 comes from the target's lm_head.
 AHEAD = 2
-# Published heads have 1 to 4 blocks.
-MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Config of Medusa heads: the target's sizes, and num_heads heads of num_layers residual blocks each.
+    """Config of Medusa heads: the target's sizes, and num_heads heads of one residual block each.
 
     own_lm_head: each head has an lm_head of its own (section 2.1.1 of the paper); else all share the target's.
     """
@@ -40,7 +38,6 @@ class MedusaConfig:
     vocab_size: int
     max_position: int
     num_heads: int = 5
-    num_layers: int = 1
     own_lm_head: bool = False
 
     def __post_init__(self) -> None:
@@ -51,7 +48,6 @@ class MedusaConfig:
             max_position=(2, MOST_POSITIONS),
             # No round has room for the tokens of more heads.
             num_heads=(1, MAX_NODES),
-            num_layers=(1, MOST_BLOCKS),
         )
 
 
@@ -61,7 +57,6 @@ class MedusaSettings(HeadSettings):
 
     Attributes:
         num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
-        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
         lm_head: own, one for each head, which begins as the target's and is trained, as published; or target, whose
             lm_head all heads share. Default: target, or what the heads to train on have.
         head_decay: Loss weight of a head, relative to the one before.
@@ -72,13 +67,12 @@ class MedusaSettings(HeadSettings):
     defaults = {"epochs": 2, "lr": 1e-3}
 
     num_heads: int | None = None
-    num_layers: int | None = None
     lm_head: Literal["own", "target"] | None = None
     head_decay: float = 0.8
     loss: Literal["hard", "soft"] = "hard"
 
     def __post_init__(self) -> None:
-        check_ranges(self, num_heads=1, num_layers=1, head_decay=(0.0, 1.0, "(]"))
+        check_ranges(self, num_heads=1, head_decay=(0.0, 1.0, "(]"))
 
 
 class MedusaHead(DraftHead):
@@ -88,8 +82,9 @@ class MedusaHead(DraftHead):
     kind, title = "medusa", "Medusa heads"
     drafts = ("chain", "static")
     default_k = MAX_NODES  # a token of each head
-    Config: ClassVar[type] = MedusaConfig
+    Config = MedusaConfig
     Settings: ClassVar[type] = MedusaSettings
+    default_heads: ClassVar[int] = 5
     num_lost_rows = AHEAD
     # Whether lm_heads of their own have a bias.
     lm_head_bias: ClassVar[bool] = False
@@ -109,7 +104,7 @@ class MedusaHead(DraftHead):
     @classmethod
     def make_head(cls, config: Any, number: int) -> nn.Module:
         """Build the network of a head, counted from 0: from its input to its state."""
-        return nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+        return ResidualBlock(config.hidden_size)
 
     def forward(self, features: Tensor) -> list[Tensor]:
         """Return the state [.., H] of every head, from the target's features [.., H]."""
@@ -120,7 +115,7 @@ class MedusaHead(DraftHead):
     @classmethod
     def new_config(cls, settings: MedusaSettings, target: LlamaConfig) -> Any:
         sizes = target.hidden_size, target.vocab_size, target.max_position
-        return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1, settings.lm_head == "own")
+        return MedusaConfig(*sizes, settings.num_heads or cls.default_heads, settings.lm_head == "own")
 
     @classmethod
     def shape(cls, config: Any) -> dict[str, Any]:
@@ -138,13 +133,8 @@ class MedusaHead(DraftHead):
     def loss_count(cls, batch: FeatureBatch, settings: Any) -> int:
         return int(pairs(batch, 0).sum())
 
-    def read(self, batch: FeatureBatch) -> Tensor:
-        """Return the states [B, T, H] that the heads read: the target's own."""
-        assert batch.features is not None, "the target reads the batch first"
-        return batch.features.to(next(self.parameters()).dtype)
-
     def inputs(self, number: int, states: Tensor, counted: Tensor, batch: FeatureBatch, target: CausalLM) -> Tensor:
-        """Return a head's inputs [N, R] at the positions that count (`pairs`); states: of `read`."""
+        """Return a head's inputs [N, R] at the positions that count (`pairs`); states: the target's [B, T, H]."""
         return states[:, : counted.shape[1]][counted]
 
     def loss(
@@ -154,7 +144,8 @@ class MedusaHead(DraftHead):
 
         It is the cross-entropy with the tokens of the text, or with the target's distributions there.
         """
-        states, own_lm_head = self.read(batch), self.config.own_lm_head  # [B, T, H]
+        assert batch.features is not None, "the target reads the batch first"
+        states, own_lm_head = batch.features.to(next(self.parameters()).dtype), self.config.own_lm_head  # [B, T, H]
         loss, sums, counts = states.new_zeros(()), {}, {}
 
         def target_lm_head(hidden: Tensor) -> Tensor:
@@ -165,7 +156,6 @@ class MedusaHead(DraftHead):
             labels = batch.input_ids[:, AHEAD + i :][counted]  # [N]
             teacher = None
             if settings.loss == "soft":
-                assert batch.features is not None
                 # State t + 1 + i gives the target's distribution of token t + 2 + i.
                 teacher = target_lm_head, batch.features[:, AHEAD - 1 + i : -1][counted].detach()
             hidden = head(self.inputs(i, states, counted, batch, target))  # [N, H]
@@ -179,7 +169,7 @@ class MedusaHead(DraftHead):
 
     def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
         config = self.config
-        blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, logit_rows)
+        blocks = flops.linear(config.hidden_size, config.hidden_size, logit_rows)
         lm_head = flops.linear(config.hidden_size, config.vocab_size, logit_rows)
         return config.num_heads * (flops.TRAINED * blocks + lm_head_passes(config, settings) * lm_head)
 

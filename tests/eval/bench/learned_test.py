@@ -39,7 +39,7 @@ def lms(models) -> Models:
     target, draft = load_lm(models["target"]), load_lm(models["draft"])
     torch.manual_seed(0)
     head = varied_acceptance_head(draft.info.hidden_size)
-    heads = every_head(target.config, (0, 1), False)
+    heads = every_head(target.config, (0, 1))
     heads = {kind: own.eval().requires_grad_(False) for kind, own in heads.items()}
     return run_models(target, draft, draft, **heads, acceptance=head, capacity=300)
 

@@ -50,9 +50,9 @@ def made(tmp_path_factory) -> Any:
     heads: dict[str, Any] = {"eagle": quick_eagle_head(lm, rows, steps=30)}
     heads["eagle3"] = quick_eagle3_head(lm, rows, steps=30, draft_vocab=200)
     torch.manual_seed(5)
-    for kind, settings in (("medusa", {}), ("hydra", {"prefix_attention": True})):
+    for kind in ("medusa", "hydra"):
         made: Any = head_class(kind)
-        heads[kind] = made(made.new_config(made.Settings(**settings), lm.config))
+        heads[kind] = made(made.new_config(made.Settings(), lm.config))
     acceptance = AcceptanceHead(AcceptanceHeadConfig(lm.info.hidden_size, num_blocks=1)).requires_grad_(False)
     return target, draft, heads, acceptance
 

@@ -27,7 +27,6 @@ from draftsmith.modules.drafters.block.net import BlockConfig, DFlash2Config, la
 from draftsmith.modules.drafters.branches import BranchDrafter
 from draftsmith.modules.drafters.eagle import EagleConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, layer_like
-from draftsmith.modules.drafters.hydra import HydraConfig
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.drafters.method import CostModel, Models
 from draftsmith.modules.drafters.methods import DynamicTreeMethod, methods_of
@@ -72,7 +71,7 @@ SHAPES: dict[str, Any] = {
     ),
     "eagle": EagleConfig(LLAMA, fc_bias=True),
     "medusa": MedusaConfig(H, V, CAPACITY, own_lm_head=True),
-    "hydra": HydraConfig(LLAMA, num_layers=3, own_lm_head=True),
+    "hydra": MedusaConfig(H, V, CAPACITY, num_heads=4, own_lm_head=True),
     "eagle3": Eagle3Config(
         dataclasses.replace(layer_like(LLAMA), num_layers=2),
         (1, 2, 3),

@@ -116,12 +116,13 @@ def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
     torch.manual_seed(0)
     manifest = {**TRAINED, "config": {"target": "owner/model"}}
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(LLAMA)), manifest, "an old card")
-    rows: list[dict[str, Any]] = [MEASURED["methods"][0], {**MEASURED["methods"][0], "temperature": 0.7, "speedup": 1.4}]
+    fastest = MEASURED["methods"][0]
+    rows = [fastest, {**fastest, "temperature": 0.7, "speedup": 1.4}]
     write_measured(head, {**MEASURED, "methods": rows})
     assert measured_of(head)["methods"] == rows
     text = parts((head / "README.md").read_text())[1]["tau by task"]
     assert "| edit | eagle:k=5, temperature 0 | 4 | 100 | 3.250 | 1.50x |" in text and "eval bench" not in text
-    assert "under greedy decoding and under sampling at temperature 0.7, top-k all, top-p 1." in text
+    assert "under greedy decoding and under sampling at temperature 0.7, top-k all, top-p 1, bonus token" in text
     assert "| all | eagle:k=5, temperature 0.7 | 4 | 100 | 2.500 | 1.40x |" in text
     assert "| edit | eagle:k=5, temperature 0.7 |" not in text, "not the fastest"
     assert "4 prompts of `FILE`, in float32 on a CPU" in text
