@@ -34,7 +34,6 @@ from draftsmith.modules.types import InputError, SamplingParams, check_range
 # Shares of the time: answers at most, then what is kept for measuring; training has the rest, half for each head.
 ANSWERS_SHARE, BENCH_SHARE = 0.35, 0.14
 PILOT = 1024  # prompts whose answers are timed first
-MOST_REPEATS = 4  # answers to a prompt, sampled, where one answer leaves time
 WORKERS = 4  # that read training data
 METHODS = {"eagle3": "eagle3:k=3,eagle3:k=5", "dspark": "dspark"}
 IMPORTED = (  # by the stages
@@ -186,8 +185,6 @@ def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
         source = str(mixed(config.source.split(","), out / "source.jsonl", config.prompts))
     if not stages.run("prompts", f"data prompts --source {source} {fits} {how} --output {out / 'prompts'}", 180):
         return None
-    kept = read_object(out / "prompts" / "manifest.json", {"counts": dict})["counts"]["rows"]
-
     # A few are timed, to know how many fit.
     timed = out / "pilot.json"
     if not stages.run("pilot", lambda: pilot(config, timed), stages.left / 3):
@@ -195,14 +192,8 @@ def answer(config: GpuHeadConfig, stages: Stages) -> Path | None:
     found = read_object(timed, {"load_s": float, "per_s": float})
     left = min(ANSWERS_SHARE * stages.limit_s, 0.6 * stages.left) - found["load_s"]
     wanted = max(1, int(found["per_s"] * left))
-    repeats = min(MOST_REPEATS, wanted // kept)
-    prompts, sampling = out / "prompts", "--temperature 0"
-    if repeats > 1 and config.source != "self":
-        again = mixed(config.source.split(","), out / "again.jsonl", config.prompts, repeats)
-        if stages.run("prompts again", f"data prompts --source {again} {fits} {how} --output {out / 'again'}", 240):
-            prompts, sampling = out / "again", "--temperature 0.7"
     ask = f"data responses {model} --max-new-tokens {config.max_new_tokens} --rows-per-shard 4096"
-    words = f"{ask} --data {prompts} --limit {wanted} {sampling} --output {out / 'answers'}"
+    words = f"{ask} --data {out / 'prompts'} --limit {wanted} --temperature 0 --output {out / 'answers'}"
     return out / "answers" if stages.run("answers", words, stages.left * 0.7) else None
 
 
@@ -217,15 +208,11 @@ def pilot(config: GpuHeadConfig, path: Path) -> int:
     return 0
 
 
-def mixed(paths: Sequence[str], target: Path, most: int, repeats: int = 1) -> Path:
-    """Write the lines of JSONL files in random order, each so many times under ids of its own."""
+def mixed(paths: Sequence[str], target: Path, most: int) -> Path:
+    """Write the lines of JSONL files in random order, under ids of their own."""
     lines = [line for path in paths for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
     random.Random(0).shuffle(lines)
-    rows = (
-        {**json.loads(line), "id": f"{number}-{time}"}
-        for time in range(repeats)
-        for number, line in enumerate(lines[:most])
-    )
+    rows = ({**json.loads(line), "id": str(number)} for number, line in enumerate(lines[:most]))
     write_text(target, "".join(json.dumps(row) + "\n" for row in rows))
     return target
 

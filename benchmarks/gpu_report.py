@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +22,10 @@ import torch
 
 from draftsmith.benchmarks.measured import Measured, report
 from draftsmith.benchmarks.synthetic import SHAPES, random_head, random_pair
-from draftsmith.data.console import log_note
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.clock import clock_of
 from draftsmith.launch.cli import main_of
-from draftsmith.modules import flops
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.plain import PromptAnswer, RowPool
 from draftsmith.modules.drafters.method import Models
@@ -49,17 +46,11 @@ from draftsmith.train.tracking import Telemetry
 METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
 WARM_UP, TIMED = 3, 5  # training steps
 LOSS_FROM = 0.3  # of a made-up document: what follows is answer
-# Blocks that speculators' trainer takes of a pack of so many tokens; ours counts those of a text.
-PACK, PACK_BLOCKS = 8192, 512
-# A DSpark head as speculators' trainer makes it by default.
-DSPARK: dict[str, Any] = {"block": 8, "num_layers": 5, "markov_rank": 256}
-SECTIONS = ("decoding", "training", "dspark")
 
 
 @dataclass(frozen=True)
 class GpuReportConfig:
-    """Measures decoding and the training of heads of a target of random weights against what the device allows: in
-    sections, of which one that fails does not take the others with it.
+    """Measures decoding and the training of a head of a target of random weights against what the device allows.
 
     Attributes:
         output: Directory that receives gpu.json and gpu.md.
@@ -73,9 +64,6 @@ class GpuReportConfig:
         document: Tokens of each training document.
         ttt_steps: Draft steps that the head is trained on.
         num_workers: Processes that read training data.
-        sections: Parts of the report, separated by commas, in this order: decoding; training, EAGLE-3; dspark, its step
-            beside EAGLE-3's with as many blocks as speculators takes.
-        minutes: No section begins after so many.
     """
 
     output: Path = field(kw_only=True)
@@ -89,8 +77,6 @@ class GpuReportConfig:
     document: int = 2048
     ttt_steps: int = 7
     num_workers: int = 2
-    sections: str = ",".join(SECTIONS)
-    minutes: float = 6.0
 
     def __post_init__(self) -> None:
         for name, least in {"new_tokens": 8, "repeats": 1, "ttt_steps": 1, "num_workers": 0}.items():
@@ -99,8 +85,6 @@ class GpuReportConfig:
         check_range("tokens", self.tokens, self.document)
         if not all(part.isdigit() and int(part) for part in self.batches.split(",")):
             raise InputError("batches", self.batches, "numbers above 0 with commas between them", "Correct it.")
-        if not set(self.sections.split(",")) <= set(SECTIONS):
-            raise InputError("sections", self.sections, f"some of {','.join(SECTIONS)}", "Correct it.")
         check_range("prompt", self.prompt, 1, SHAPES[self.shape]["max_position_embeddings"] - self.new_tokens)
         check_device(self.device)
 
@@ -252,36 +236,15 @@ class TimedDrafter(LitDrafter):
             self.telemetry.take(self.device)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Numbers of a training's steps after the warm-up, its mean loss, and the memory that `--plan` says, in bytes."""
-
-    costs: dict[str, float]
-    loss: float
-    planned: int
-
-    @property
-    def ms(self) -> float:
-        return 1e3 / self.costs["steps_per_s"]
-
-    def rows(self, what: str) -> Iterator[Measured]:
-        memory = self.costs["memory_gb"]
-        yield Measured(f"{what}: a step", self.ms, "ms")
-        yield Measured(f"{what}: tokens a second", self.costs["tokens_per_s"], "tokens/s")
-        yield Measured(f"{what}: waiting for data", 100 * self.costs["data_wait"], "%", "< 2")
-        yield Measured(f"{what}: peak memory", memory, "GB")
-        yield Measured(f"{what}: peak memory, planned / measured", self.planned / 1e9 / memory, "", "0.9 to 1.1")
-
-
-def take_steps(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, kind: str, **options: Any) -> Steps:
-    """Run some steps of `draftsmith train KIND` with online features."""
+def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, machine: Machine) -> Iterator[Measured]:
+    """Run some steps of `draftsmith train eagle3` with online features."""
     steps, device, documents = WARM_UP + TIMED, torch.device(config.device), config.tokens // config.document
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory(prefix="draftsmith-gpu-") as folder:
-        settings = training_settings(config, Path(folder), raw, kind, **options)
+        settings = training_settings(config, Path(folder), raw)
         drafter: Any = settings.drafter
         torch.manual_seed(0)
         head = drafter(drafter.new_config(settings, target.config))
@@ -293,7 +256,15 @@ def take_steps(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, ki
         fit(module, HeadDataModule(samples, samples, settings), limit_val_batches=0)
         costs = {name.removeprefix("cost/"): value for name, value in module.logged.items() if name.startswith("cost/")}
         planned = TrainingDocuments(samples.lengths.tolist(), 1 - LOSS_FROM, "made up")
-        return Steps(costs, module.logged["train/loss"], plan_of(settings, documents=planned).peak)
+        peak = plan_of(settings, documents=planned).peak
+    what = f"eagle3, {config.ttt_steps} ttt_steps"
+    yield Measured(f"{what}: a step", 1e3 / costs["steps_per_s"], "ms")
+    yield Measured(f"{what}: tokens a second", costs["tokens_per_s"], "tokens/s")
+    yield Measured(f"{what}: waiting for data", 100 * costs["data_wait"], "%", "< 2")
+    yield Measured(f"{what}: peak memory", costs["memory_gb"], "GB")
+    yield Measured(f"{what}: peak memory, planned / measured", peak / 1e9 / costs["memory_gb"], "", "0.9 to 1.1")
+    share = 100e12 * costs["tflops"] / machine.flops
+    yield Measured(f"{what}: model FLOPs of what the device could do", share, "%", ">= 50")
 
 
 def measured_peak(
@@ -312,20 +283,20 @@ def measured_peak(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             taken = clock() - start
-            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
+            best = max(best, 2 * size**3 / max(taken, 1e-9))
         # The next size takes eight times as long, three times over.
         if clock() - begin + 24 * taken > budget_s or size >= 8192:
             return best
         size *= 2
 
 
-def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any], kind: str, **options: Any) -> Any:
+def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]) -> Any:
     """Return the training's options. The target's directory has only a config.json, for the plan."""
     steps = WARM_UP + TIMED
     make_directory(folder / "target")
     dtype = str(config.dtype).removeprefix("torch.")
     write_json(folder / "target" / "config.json", {**raw, "torch_dtype": dtype})
-    made: Any = drafter_config(kind)
+    made: Any = drafter_config("eagle3")
     return resolve_precision(
         made(
             target=str(folder / "target"),
@@ -338,59 +309,22 @@ def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]
             tau_prompts=0,
             log_every=steps,
             loggers=("csv",),
-            **options,
+            ttt_steps=config.ttt_steps,
         )
     )
 
 
-def sections(config: GpuReportConfig, machine: Machine) -> dict[str, Callable[[], Iterator[Measured]]]:
-    """Return what measures each section. EAGLE-3 is trained once, and others are compared with it."""
-    subjects = Subjects.of(config)
-    raw, target = subjects.raw, subjects.models.target
-    assert isinstance(target, LlamaLM)
-    # Drafts and heads of the decoding take no room in the training.
-    waiting, done = [subjects] * ("decoding" in config.sections), list[Steps]()
-    del subjects
-
-    def eagle3() -> Steps:
-        if not done:
-            done.append(take_steps(config, raw, target, "eagle3", ttt_steps=config.ttt_steps))
-        return done[0]
-
-    def training() -> Iterator[Measured]:
-        what = f"eagle3, {config.ttt_steps} ttt_steps"
-        yield from eagle3().rows(what)
-        share = 100e12 * eagle3().costs["tflops"] / machine.flops
-        yield Measured(f"{what}: model FLOPs of what the device could do", share, "%", ">= 50")
-
-    def dspark() -> Iterator[Measured]:
-        anchors = max(1, PACK_BLOCKS * config.document // PACK)
-        own = take_steps(config, raw, target, "dspark", anchors=anchors, **DSPARK)
-        what = f"dspark, {anchors} blocks a text"
-        yield from own.rows(what)
-        yield Measured(f"{what}: a step / one of eagle3, {config.ttt_steps} ttt_steps", own.ms / eagle3().ms, "x")
-
-    return {"decoding": lambda: decoding(config, waiting.pop(), machine), "training": training, "dspark": dspark}
-
-
 def measure_all(config: GpuReportConfig) -> Iterator[Measured]:
-    """Yield the rows of every section, then its seconds and whether it came to its end."""
+    """Yield the rows of the device, of decoding and of training."""
     machine = Machine.of(config)
     yield Measured("a copy's bandwidth, read and written", machine.bandwidth / 1e9, "GB/s")
     yield Measured("large products", machine.flops / 1e12, "TFLOP/s")
-    deadline, wanted = time.monotonic() + 60 * config.minutes, config.sections.split(",")
-    for name, rows in sections(config, machine).items():
-        if name not in wanted:
-            continue
-        began, ran = time.monotonic(), 0.0
-        if began < deadline:
-            try:
-                yield from rows()
-                ran = 1.0
-            except Exception:  # whatever it is, the other sections are still worth the device's time
-                log_note(traceback.format_exc())
-            yield Measured(f"section {name}: seconds", time.monotonic() - began, "s")
-        yield Measured(f"section {name}: ran", ran, "", "1")
+    subjects = Subjects.of(config)
+    raw, target = subjects.raw, subjects.models.target
+    assert isinstance(target, LlamaLM)
+    yield from decoding(config, subjects, machine)
+    del subjects  # drafts and heads take no room in the training
+    yield from training(config, raw, target, machine)
 
 
 @sole_writer()

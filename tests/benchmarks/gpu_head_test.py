@@ -37,15 +37,7 @@ def make_heads(folder: Path, *words: str) -> tuple[dict, str]:
 def test_every_stage_is_timed_and_both_heads_are_measured(tmp_path):
     found, shown = make_heads(tmp_path)
     stages = {stage["stage"]: stage["outcome"] for stage in found["stages"]}
-    assert set(stages) == {
-        "prompts",
-        "pilot",
-        "prompts again",
-        "answers",
-        "train eagle3",
-        "train dspark",
-        "bench",
-    }
+    assert set(stages) == {"prompts", "pilot", "answers", "train eagle3", "train dspark", "bench"}
     assert set(stages.values()) == {"ok"}
     assert [row["method"] for row in found["methods"]] == ["ar", "eagle3:k=3", "eagle3:k=5", "dspark"]
     assert all(row["tau"] >= 1 for row in found["methods"]) and "eagle3:k=5" in shown
