@@ -8,10 +8,7 @@ nothing and a run can be repeated. Heads are measured by `draftsmith eval bench`
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,7 +44,7 @@ from draftsmith.modules.types import InputError, check_range
 from draftsmith.train.fit import fit
 from draftsmith.train.prepare import prepare
 
-RESULT, STEPS = "result.json", "steps.json"
+STEPS = "steps.json"
 K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
 WARM_UP, TIMED = 2, 12  # steps of a training whose costs are measured
 SeedRows = Sequence[Sequence[Row]]  # a row per test prompt for every seed, in one order
@@ -64,75 +61,55 @@ EDITS = "add_docstring,add_type_hints,remove_docstring,remove_type_hints,rename,
 
 @dataclass(frozen=True)
 class Domain:
-    """A target and its prompts.
-
-    late_layers: L/2 - 1, 3L/4 - 1 and L - 1 of L, later than those that EAGLE-3 reads by default. tasks: None is all.
-    """
+    """A target and its prompts. tasks: None is all."""
 
     target: str
-    late_layers: tuple[int, ...]
     prompts: str
     tasks: str | None = None
 
 
 DOMAINS = {
-    "edits": Domain("embedded:target", (5, 8, 11), "embedded:prompts", EDITS),
-    "prose": Domain("embedded:prose/target", (3, 5, 7), "embedded:prose/prompts"),
+    "edits": Domain("embedded:target", "embedded:prompts", EDITS),
+    "prose": Domain("embedded:prose/target", "embedded:prose/prompts"),
 }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Changes to a kind's config (CONFIGS). other_data: train on `other_answers`. late: read `late_layers`."""
+    """Changes to a kind's config (CONFIGS). other_data: train on `other_answers`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kind: str = "eagle3"
     other_data: bool = False
-    late: bool = False
 
     @property
     def words(self) -> list[str]:
         return [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in self.settings.items()]
 
-    def text(self, answers: int, late_layers: Sequence[int]) -> str:
+    def text(self, answers: int) -> str:
         parts = [self.kind] if self.kind != "eagle3" else []
         parts += [f"{answers:,} answers"] if self.other_data else []
-        parts += [f"layers {' '.join(map(str, late_layers))}"] if self.late else []
         return ", ".join([*parts, *(f"{name} {value}" for name, value in self.settings.items())])
 
 
 RECIPES = {
     BASE: Recipe(),
     "eagle1": Recipe(kind="eagle"),
-    "medusa": Recipe({"lm_head": "own"}, kind="medusa"),  # as published, Hydra's too
-    "hydra": Recipe({"lm_head": "own"}, kind="hydra"),
-    "medusa-shared": Recipe(kind="medusa"),
-    "hydra-shared": Recipe(kind="hydra"),
-    "hydra++": Recipe({"lm_head": "own", "prefix_attention": True, "num_layers": 4}, kind="hydra"),
+    **{f"version-{version}": Recipe({"version": version}) for version in ("3", "3-norm", "3.1")},
     "ttt-steps-1": Recipe({"ttt_steps": 1}),
     "ttt-steps-7": Recipe({"ttt_steps": 7}),
     "mask-previous": Recipe({"token_mask": "previous"}),
-    "vocab512-drop": Recipe({"draft_vocab": 512, "unknown": "drop"}),
     "vocab512-keep": Recipe({"draft_vocab": 512, "unknown": "keep"}),
-    "unknown-drop": Recipe({"unknown": "drop"}),
-    "unknown-keep": Recipe({"unknown": "keep"}),
     "normalizer-sequence": Recipe({"normalizer": "sequence"}),
     "train-lm-head": Recipe({"train_lm_head": True}),
-    "decay-0.9": Recipe({"ttt_step_decay": 0.9}),
     "decay-1.0": Recipe({"ttt_step_decay": 1.0}),
     "adamw": Recipe({"optimizer": "adamw", "lr": 2e-3}),
-    **{f"lr-{lr:g}": Recipe({"lr": lr}) for lr in (0.0015, 0.006)},
-    **{f"tokens-{n}": Recipe({"tokens_per_batch": n}) for n in (512, 2048)},
-    "vocab-16384": Recipe({"draft_vocab": 16384}),
-    **{f"version-{version}": Recipe({"version": version}) for version in ("3", "3-norm", "3.1")},
-    "late-layers": Recipe(late=True),
-    "mtp": Recipe(kind="mtp"),  # of a target whose family has such modules
     "other-data": Recipe(other_data=True),
-    **{f"dflash-{n}": Recipe({"num_layers": n, "block": K}, kind="dflash") for n in (1, 2, 5)},
-    **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2, 5)},
-    "dspark-2-no-markov": Recipe({"num_layers": 2, "block": K, "markov_rank": 0}, kind="dspark"),
-    "dspark-2-whole": Recipe({"num_layers": 2, "block": K, "loss_vocab": 0}, kind="dspark"),
-    "eagle1-other-data": Recipe(kind="eagle", other_data=True),
+    "medusa": Recipe({"lm_head": "own"}, kind="medusa"),  # as published, Hydra's too
+    "hydra": Recipe({"lm_head": "own"}, kind="hydra"),
+    "mtp": Recipe(kind="mtp"),  # of a target whose family has such modules
+    "dflash-1": Recipe({"num_layers": 1, "block": K}, kind="dflash"),
+    **{f"dspark-{n}": Recipe({"num_layers": n, "block": K}, kind="dspark") for n in (1, 2)},
 }
 # Settings that change nothing of what a step computes.
 FREE = {"token_mask", "normalizer", "ttt_step_decay"}
@@ -219,28 +196,24 @@ class RecipesConfig:
     def run_directory(self, name: str, seed: int) -> Path:
         return self.output / "runs" / f"{name}-{seed}"
 
+    def bench_directory(self, name: str, seed: int) -> Path:
+        return self.output / "benches" / f"{name}-{seed}"
+
     def answers_of(self, recipe: Recipe) -> int:
         return self.other_answers if recipe.other_data else self.answers
 
     def features(self, recipe: Recipe) -> Path:
-        layers = [str(layer) for layer in self.source.late_layers * recipe.late]
-        return self.data_directory / "-".join([recipe.kind, str(self.answers_of(recipe)), *layers])
-
-    def layers(self, recipe: Recipe) -> list[str]:
-        """Return the option for the layers that a recipe's head reads."""
-        return ["--layers", *map(str, self.source.late_layers)] if recipe.late else []
+        return self.data_directory / f"{recipe.kind}-{self.answers_of(recipe)}"
 
     def training(self, name: str) -> list[str]:
         """Return the options of `draftsmith train KIND` without steps, seed and output."""
         recipe = RECIPES[name]
         data = ["--data", str(self.features(recipe)), "--target", self.source.target]
-        # The features are stored already.
-        rest = ["--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv"]
-        rest += ["--num-threads", "1"]
+        rest = ["--val-share", "0.02", "--tau-prompts", "0", "--loggers", "csv", "--keep", "1", "--num-threads", "1"]
         config = (
             str(FOLDER / f"{self.configs}.yaml") if recipe.kind in PAPERS else CONFIGS[self.configs].format(recipe.kind)
         )
-        return ["--config", config, *data, *self.layers(recipe), *rest, *recipe.words]
+        return ["--config", config, *data, *rest, *recipe.words]
 
 
 @sole_writer()
@@ -257,20 +230,13 @@ def run(config: RecipesConfig) -> Path:
     return write_report(config, steps)
 
 
-def python(*words: str) -> float:
-    """Run Python on one thread and return its CPU seconds. Raises InputError with the end of its output."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    said = process.stdout.read()
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        found = f"exit code {process.returncode} of {' '.join(words)}: {said[-2000:]}"
+def python(*words: str) -> None:
+    """Run Python on one thread. Raises InputError with the end of its output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        found = f"exit code {done.returncode} of {' '.join(words)}: {(done.stdout + done.stderr)[-2000:]}"
         raise InputError("recipes", found, "0", "Give the command again: what is done stays.")
-    return used.ru_utime + used.ru_stime
 
 
 def make_data(config: RecipesConfig) -> None:
@@ -286,8 +252,8 @@ def make_data(config: RecipesConfig) -> None:
         stages[prompts] = ["prompts", "--source", own.prompts, *rows]
         stages[responses] = ["responses", "--data", str(prompts), "--batch-size", "128", *answering]
     for recipe in learned:
-        limit, layers = ["--limit", str(config.answers_of(recipe))], config.layers(recipe)
-        words = ["features", "--data", str(responses), *limit, "--drafter", recipe.kind, *layers]
+        words = ["features", "--data", str(responses), "--limit", str(config.answers_of(recipe))]
+        words += ["--drafter", recipe.kind]
         words += ["--dtype", config.dtype, "--num-threads", "1"]
         stages[config.features(recipe)] = words
     for directory, words in stages.items():
@@ -329,40 +295,14 @@ def step_cost(config: RecipesConfig, name: str) -> float:
     return (starts.seconds[-1] - starts.seconds[WARM_UP]) / TIMED
 
 
-def decided_by(config: RecipesConfig, name: str, steps: int) -> dict[str, Any]:
-    """Return all that a run's numbers depend on."""
-    own, recipe = config.source, RECIPES[name]
-    named = {key: getattr(config, key) for key in ("answer_temperature", "limit", "max_new_tokens")}
-    named |= {"answers": config.answers_of(recipe), "steps": steps}
-    return {**dataclasses.asdict(own), **dataclasses.asdict(recipe), **named}
-
-
-def is_finished(directory: Path, decided: Mapping[str, Any]) -> bool:
-    """Check for a complete run. Raises InputError if it has other settings."""
-    if not (directory / RESULT).exists():
-        return False
-    found = read_object(directory / RESULT, {"decided_by": dict}, "Delete it, and it is run again.")["decided_by"]
-    if found != json.loads(json.dumps(decided)):
-        there = f"{directory} with {json.dumps(found)}"
-        raise InputError("output", there, json.dumps(decided), "Choose another output, or delete that run.")
-    return True
-
-
 def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
-    """Train and decode one run if it is missing; keep the head, its rows and, last, the result."""
-    directory, decided = config.run_directory(name, seed), decided_by(config, name, steps)
-    if not is_finished(directory, decided):
-        shutil.rmtree(directory, ignore_errors=True)
-        kind, rhythm = RECIPES[name].kind, ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
-        words = ["train", kind, *config.training(name), *rhythm, "--output", str(directory)]
-        cpu_s = python("-m", "draftsmith", *words)
-        named = {key: getattr(config, key) for key in ("limit", "max_new_tokens", "dtype")}
-        bench(config.source, directory / "bench", head=directory / "last", methods=CHAINS[kind], **named)
-        for path in directory.iterdir():
-            if path.is_dir() and path.name not in ("last", "bench"):
-                shutil.rmtree(path)
-        write_json(directory / RESULT, {"decided_by": decided, "cpu_s": cpu_s})
-    taus = [f"{totals_of(rows).tau:.2f} {mode}" for mode, rows in by_mode(directory).items()]
+    """Train and decode one run; commands that are finished do nothing."""
+    directory, kind = config.run_directory(name, seed), RECIPES[name].kind
+    rhythm = ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
+    python("-m", "draftsmith", "train", kind, *config.training(name), *rhythm, "--output", str(directory))
+    named = {key: getattr(config, key) for key in ("limit", "max_new_tokens", "dtype")}
+    bench(config.source, config.bench_directory(name, seed), head=directory / "last", methods=CHAINS[kind], **named)
+    taus = [f"{totals_of(rows).tau:.2f} {mode}" for mode, rows in by_mode(config, name, seed).items()]
     return f"{name}, seed {seed}: {steps} steps, tau {', '.join(taus)}"
 
 
@@ -374,24 +314,19 @@ def bench(own: Domain, output: Path, **options: Any) -> None:
     python("-m", "draftsmith", "eval", "bench", *(word for name, value in named for word in (f"--{name}", str(value))))
 
 
-def by_mode(directory: Path) -> dict[str, list[Row]]:
+def by_mode(config: RecipesConfig, name: str, seed: int) -> dict[str, list[Row]]:
     """Return the rows of a head's chains by mode."""
-    rows = [row for row in read_rows(directory / "bench") if row["method"] != BASELINE]
+    rows = [row for row in read_rows(config.bench_directory(name, seed)) if row["method"] != BASELINE]
     return {mode: next(iter(of_methods(rows, value).values())) for mode, value in TEMPERATURES.items()}
 
 
 def results(config: RecipesConfig, steps: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return the numbers by mode of each recipe, compared to the base."""
-    runs = {name: [config.run_directory(name, seed) for seed in range(config.seeds)] for name in steps}
-    modes = {name: [by_mode(path) for path in paths] for name, paths in runs.items()}
+    modes = {name: [by_mode(config, name, seed) for seed in range(config.seeds)] for name in steps}
     rows = []
     for name, seeds in modes.items():
-        cpu_s = [read_object(path / RESULT, {"cpu_s": float})["cpu_s"] for path in runs[name]]
-        row: dict[str, Any] = {
-            "recipe": name,
-            "settings": RECIPES[name].text(config.other_answers, config.source.late_layers),
-        }
-        row |= {"steps": steps[name], "cpu_s": statistics.fmean(cpu_s)}
+        settings = RECIPES[name].text(config.other_answers)
+        row: dict[str, Any] = {"recipe": name, "settings": settings, "steps": steps[name]}
         for mode in TEMPERATURES:
             row[mode] = compared([own[mode] for own in seeds], [own[mode] for own in modes[BASE]])
         rows.append(row)
@@ -419,35 +354,29 @@ def acceptance(runs: SeedRows) -> list[float]:
 
 
 def compared(runs: SeedRows, base: SeedRows) -> dict[str, Any]:
-    """Return tau, and its difference from and ratio to the base's with the same seeds, with 95 % intervals."""
+    """Return tau, and its ratio to the base's with the same seeds, with 95 % intervals."""
     taus, drawn = [[totals_of(rows).tau for rows in own] for own in (runs, base)], SeedResamples(base)
     (tau, other), (own_drawn, base_drawn) = map(np.mean, taus), map(drawn.tau, (runs, base))
-    found: dict[str, Any] = {"tau": float(tau), "difference": float(tau - other), "ratio": float(tau / other)}
-    resampled = {"tau": own_drawn, "difference": own_drawn - base_drawn, "ratio": own_drawn / base_drawn}
-    for name, values in resampled.items():
+    found: dict[str, Any] = {"tau": float(tau), "ratio": float(tau / other), "seeds": taus[0]}
+    for name, values in {"tau": own_drawn, "ratio": own_drawn / base_drawn}.items():
         found[f"{name}_ci95"] = drawn.prompts.interval(values)
-    return {**found, "seeds": taus[0], "acceptance": acceptance(runs)}
+    return {**found, "acceptance": acceptance(runs)}
 
 
 def tables(found: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
-    """Build the tables. found: name, settings, steps and cpu_s of each recipe, and `compared` for each mode."""
-    first = [Column("recipe", "recipe"), Column("settings", "differs in")]
-    taus, depths = [*first, Column("steps", "steps", "d"), Column("cpu_s", "CPU s", ".0f")], first[:1]
-    rows = [{column.key: own[column.key] for column in taus} for own in found]
+    """Build the tables. found: name, settings and steps of each recipe, and `compared` for each mode."""
+    first = [Column("recipe", "recipe"), Column("settings", "differs in"), Column("steps", "steps", "d")]
+    taus, places = [*first], first[:1]
+    rows = [{column.key: own[column.key] for column in first} for own in found]
     for mode in TEMPERATURES:
         for key, heading, form in (("tau", "tau", ".2f"), ("ratio", "to base", ".2fx")):
             taus += [Column(f"{mode} {key}", f"{mode}: {heading}", form), Column(f"{mode} {key}_ci95", f"{mode}: 95 %")]
-        depths += [Column(f"{mode} {d + 1}", f"{mode}: {d + 1}", ".2f") for d in range(K)]
+        places += [Column(f"{mode} {d + 1}", f"{mode}: {d + 1}", ".2f") for d in range(K)]
         for row, part in zip(rows, (own[mode] for own in found), strict=True):
             row |= {f"{mode} {name}": part[name] for name in ("tau", "ratio")}
             row |= {f"{mode} {name}_ci95": format_interval(part[f"{name}_ci95"]) for name in ("tau", "ratio")}
             row |= {f"{mode} {d + 1}": value for d, value in enumerate(part["acceptance"])}
-    note = "CPU s: of the whole training, its start and one validation included."
-    accepted = f"{title}: how often a draft's token is accepted where those before it were"
-    return [
-        Table("tau", f"{title}: tokens a target call", taus, rows, note),
-        Table("depth", accepted, depths, rows),
-    ]
+    return [Table("tau", f"{title}: tau", taus, rows), Table("places", f"{title}: accepted by place", places, rows)]
 
 
 def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:

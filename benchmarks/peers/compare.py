@@ -83,12 +83,8 @@ THEIRS = "--num-workers 0 --draft-attn-impl sdpa --loss-implementation eager --h
 THEIRS += " --on-missing raise --log-freq 1000000 --checkpoint-freq 1000000 --no-resume-from-checkpoint"
 ARMS = {
     "speculators": "its defaults, but Muon's iteration in float32",
-    "speculators-as-released": "its defaults",
-    "speculators-ce-tv": "DSpark on 0.1 CE + 1.8 TV, DeepSpec's loss",
     "draftsmith": "speculators' defaults",
-    "draftsmith-config": "configs/recipes/smollm2-135m-KIND.yaml, in the same shape",
 }
-THEIR_ARMS = {"speculators-ce-tv": ["--loss-fn", '{"ce": 0.1, "tv": 1.8}']}
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,8 @@ class CompareConfig:
         answers: Its greedy answers to held-out prompts, that `data responses` wrote.
         speculators: Python of an environment with speculators (make engines ENGINES=speculators).
         kind: Kind of the heads.
-        optimizer: Of all arms but draftsmith-config, which has its own.
-        arms: What is trained, separated by commas: speculators, speculators-as-released (Muon in bfloat16),
-            speculators-ce-tv, draftsmith (with speculators' defaults), draftsmith-config. The first is the baseline.
+        optimizer: Of both.
+        arms: What is trained, separated by commas: speculators, draftsmith. The first is the baseline.
         cpu_seconds: That each head is trained for.
         steps: Steps of each head, in the place of seconds.
         seeds: Of trainings, separated by commas.
@@ -158,23 +153,20 @@ class CompareConfig:
     def text_tokens(self) -> float:
         return float(np.mean(open_dataset(self.features).lengths))
 
-    def ours(self, name: str, steps: int, seed: int, output: Path) -> list[str]:
-        """Return the options of `draftsmith train KIND` for an arm."""
+    def ours(self, steps: int, seed: int, output: Path) -> list[str]:
+        """Return the options of `draftsmith train KIND`."""
         by_text = max(1, round(self.anchors * self.text_tokens / PACK))
         decay = 0.1 if self.optimizer == "muon" else 0.01
         words = ["--data", str(self.features), "--target", self.target, *OURS.split()]
         words += ["--val-share", str(VAL_SHARE), "--tokens-per-batch", str(PACK), "--layers", *self.layers]
-        if name == "draftsmith-config":
-            words += ["--config", f"smollm2-135m-{self.kind}"]
-        else:
-            words += ["--config", "eagle3-speculators"] if self.kind == "eagle3" else []
-            words += THEIR_RECIPE.format(optimizer=self.optimizer, decay=decay).split()
+        words += ["--config", "eagle3-speculators"] if self.kind == "eagle3" else []
+        words += THEIR_RECIPE.format(optimizer=self.optimizer, decay=decay).split()
         words += OUR_SHAPE[self.kind].format(anchors=by_text).split()
         words += ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
         return [*words, "--output", str(output)]
 
-    def theirs(self, name: str, steps: int, seed: int, output: Path) -> list[str]:
-        """Return the options of `speculators train` for an arm."""
+    def theirs(self, steps: int, seed: int, output: Path) -> list[str]:
+        """Return the options of `speculators train`."""
         states = self.their_states
         rows = json.loads((states / "rows.json").read_text())
         words = ["--speculator-type", self.kind, "--verifier-name-or-path", str(Checkpoint(self.target).directory)]
@@ -183,18 +175,17 @@ class CompareConfig:
         words += THEIR_SHAPE[self.kind].format(anchors=self.anchors).split()
         if self.kind == "eagle3" and (states / "d2t.npy").exists():
             words += ["--d2t-path", str(states / "d2t.npy"), "--t2d-path", str(states / "t2d.npy")]
-        words += ["--optimizer", self.optimizer, *THEIR_ARMS.get(name, ())]
-        words += [] if name == "speculators-as-released" else ["--muon-in-float32"]
-        words += ["--save-path", str(output / "checkpoints"), "--log-dir", str(output / "logs")]
+        words += ["--optimizer", self.optimizer, "--save-path", str(output / "checkpoints")]
+        words += ["--log-dir", str(output / "logs")]
         return [*words, "--max-steps", str(steps), "--seed", str(seed)]
 
     def training(self, name: str, steps: int, seed: int, output: Path) -> list[str]:
         """Return the command of an arm's training, which leaves output/record.json at its end."""
         record, here = str(output / "record.json"), "draftsmith.benchmarks.peers"
-        if name.startswith("draftsmith"):
-            words = self.ours(name, steps, seed, output / "run")
+        if name == "draftsmith":
+            words = self.ours(steps, seed, output / "run")
             return [sys.executable, "-m", f"{here}.train_draftsmith", record, self.kind, *words]
-        words = self.theirs(name, steps, seed, output)
+        words = self.theirs(steps, seed, output)
         return [str(self.speculators), "-m", f"{here}.train_speculators", record, str(output / "theirs"), *words]
 
 
@@ -211,7 +202,7 @@ def run(config: CompareConfig) -> Path:
             {path: config.training(name, steps[name], own, path) for (name, own), path in runs.items() if own == seed}
         )
     for (name, _), path in runs.items():
-        if not name.startswith("draftsmith") and not (path / "head").exists():
+        if name == "speculators" and not (path / "head").exists():
             words = ["import", str(path / "theirs"), "--target", config.target, "--output", str(path / "head")]
             python("-m", "draftsmith", *words)
     measure(config, [head_of(directory) for directory in runs.values()])
@@ -234,7 +225,7 @@ def write_states(config: CompareConfig, states: Path) -> None:
     import datasets
 
     make_directory(states / "hidden_states")
-    _, training = configure("train eagle3", dataclasses.replace(config, kind="eagle3").ours("draftsmith", 1, 0, states))
+    _, training = configure("train eagle3", dataclasses.replace(config, kind="eagle3").ours(1, 0, states))
     assert training is not None  # only of words that ask for help
     module, data = prepare(training)
     assert isinstance(module, LitDrafter)

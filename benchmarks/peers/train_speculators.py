@@ -21,9 +21,6 @@ from torch.optim import _muon
 from draftsmith.benchmarks.peers.clock import StepClock
 from draftsmith.train.optimizers import orthogonalise
 
-# Without bf16 instructions its Muon takes most of a step, as it iterates in bfloat16. This option takes float32.
-MUON_IN_FLOAT32 = "--muon-in-float32"
-
 
 class TimedTrainer(speculators.train.trainer.Trainer):
     """Its trainer, which gives the steps to a clock and saves the head."""
@@ -53,7 +50,10 @@ class TimedTrainer(speculators.train.trainer.Trainer):
 
 
 def in_float32(grad: torch.Tensor, ns_coefficients: Any, ns_steps: int, eps: float) -> torch.Tensor:
-    """Return Muon's update of a gradient, by the same iteration with the same coefficients."""
+    """Return Muon's update of a gradient, by the same iteration with the same coefficients.
+
+    Without bf16 instructions its own, in bfloat16, takes most of a step.
+    """
     return orthogonalise(grad[None], ns_steps)[0]
 
 
@@ -62,9 +62,7 @@ def main(record: Path, head: Path, words: list[str]) -> None:
     speculators.train.trainer.get_local_rank = lambda: torch.device("cpu")
     speculators.train.checkpointer.get_current_device = lambda: "cpu"
     torch.accelerator.synchronize = lambda *_: None
-    if MUON_IN_FLOAT32 in words:
-        words = [word for word in words if word != MUON_IN_FLOAT32]
-        _muon._zeropower_via_newtonschulz = in_float32
+    _muon._zeropower_via_newtonschulz = in_float32
     TimedTrainer.clock, TimedTrainer.head = StepClock(), head
     speculators.train.cli.Trainer = TimedTrainer
     speculators.train.cli.main(TrainConfig.resolve(words))

@@ -37,13 +37,11 @@ def config(models, tmp_path_factory) -> CompareConfig:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-@pytest.mark.parametrize("name", ["draftsmith", "draftsmith-config"])
-def test_our_trainer_takes_its_options(config, kind, name):
+def test_our_trainer_takes_its_options(config, kind):
     own = dataclasses.replace(config, kind=kind, optimizer="adamw", anchors=640)
-    _, training = configure(f"train {kind}", own.ours(name, 30, 7, Path("x")))
+    _, training = configure(f"train {kind}", own.ours(30, 7, Path("x")))
     assert (training.max_steps, training.seed, training.tokens_per_batch) == (30, 7, PACK)
-    if name == "draftsmith":
-        assert (training.optimizer, training.lr, training.betas) == ("adamw", 1e-3, (0.9, 0.999))
+    assert (training.optimizer, training.lr, training.betas) == ("adamw", 1e-3, (0.9, 0.999))
     if kind == "dspark":
         # As many blocks in a pack as speculators draws there.
         lengths = open_dataset(config.features).lengths
