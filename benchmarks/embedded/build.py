@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,15 +44,6 @@ TOKENIZER_TEXTS = 20_000
 DISTIL_PROMPTS = 2_500
 DISTIL_GREEDY_SHARE = 0.3  # drafts serve greedy and sampled decoding
 SHIPPED_PROMPTS = {"train": 3_240, "dev": 180, "test": 380}
-# Packages that are installed under another name.
-DISTRIBUTIONS = {
-    "yaml": "pyyaml",
-    "sklearn": "scikit-learn",
-    "_pytest": "pytest",
-    "absl": "absl-py",
-    "attr": "attrs",
-    "grpc": "grpcio",
-}
 CARD_PROMPTS = 40  # per task, of the shipped test prompts
 
 
@@ -231,16 +222,9 @@ def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
 
 def source_versions(sources: Iterable[str]) -> dict[str, str]:
     """Return the installed version of each source package."""
-    found = {}
-    for package in sources:
-        if package == "stdlib":
-            found[package] = platform.python_version()
-            continue
-        try:
-            found.setdefault(package, version(DISTRIBUTIONS.get(package, package)))
-        except PackageNotFoundError:
-            continue
-    return found
+    distributions = packages_distributions()
+    found = {name: version(distributions[name][0]) for name in sources if name in distributions}
+    return {"stdlib": platform.python_version(), **found}
 
 
 def write_card(domain: Domain, config: BuildConfig, tokenizer: Any, dev: list[TokenRow]) -> None:

@@ -168,19 +168,16 @@ class Corpus:
 
     functions: tuple[Function, ...]
     import_blocks: tuple[ImportBlock, ...]
-    packages: tuple[str, ...]
 
 
 def read_corpus(packages: Sequence[str] | None = None) -> Corpus:
     """Read all installed SOURCES (or `packages`). Deterministic given the installed versions."""
     functions: dict[str, Function] = {}
     blocks: dict[str, ImportBlock] = {}
-    found = []
     for package in packages or list(SOURCES):
         root = package_root(package)
         if root is None:
             continue
-        found.append(package)
         for path in python_files(root):
             tree = parse_module(path)
             if tree is None:
@@ -189,7 +186,7 @@ def read_corpus(packages: Sequence[str] | None = None) -> Corpus:
                 blocks.setdefault(block.key, block)
             for function in functions_of(tree, package):
                 functions.setdefault(function.key, function)
-    return Corpus(tuple(functions.values()), tuple(blocks.values()), tuple(found))
+    return Corpus(tuple(functions.values()), tuple(blocks.values()))
 
 
 def split_of(key: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -31,10 +30,10 @@ from transformers import (
 )
 
 from draftsmith.benchmarks.embedded.build import fitting, read_prompts
-from draftsmith.benchmarks.embedded.language_model import PaddedBatch, Recipe, TokenRow, batches, train_steps
+from draftsmith.benchmarks.embedded.language_model import PaddedBatch, Recipe, TokenRow, train_stage
 from draftsmith.data.engines.own import set_threads
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.pretrained.files import make_directory, write_tensors
+from draftsmith.modules.pretrained.files import make_directory
 from draftsmith.modules.types import InputError
 
 PROSE = Path(__file__).parents[2] / "data" / "embedded" / "prose"
@@ -128,12 +127,12 @@ def run(config: FamiliesConfig) -> Path:
         print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights", flush=True)
         for number, rate in enumerate(RATES):
             recipe = replace(STAGE, lr=rate, seed=config.seed + number)
-            train_stage(model, prose, config.output / f"{name}-{number}.safetensors", recipe)
+            stage(model, prose, config.output / f"{name}-{number}.safetensors", recipe)
         model.generation_config = GenerationConfig(**ends, do_sample=False)
         save(model, tokenizer, config.output / name)
         if config.tuned:
             recipe = replace(STAGE, lr=TUNING_RATE, seed=config.seed + len(RATES))
-            train_stage(model, code, config.output / f"{name}-tuned.safetensors", recipe)
+            stage(model, code, config.output / f"{name}-tuned.safetensors", recipe)
             save(model, tokenizer, config.output / f"{name}-tuned")
     return config.output
 
@@ -143,18 +142,14 @@ def save(model: PreTrainedModel, tokenizer: Any, directory: Path) -> None:
     tokenizer.save_pretrained(str(directory))
 
 
-def train_stage(model: PreTrainedModel, rows: list[TokenRow], path: Path, recipe: Recipe) -> None:
+def stage(model: PreTrainedModel, rows: list[TokenRow], path: Path, recipe: Recipe) -> None:
     """Train, or read what was trained; print the last loss."""
 
     def report(step: int, loss: float) -> None:
         if step == recipe.steps - 1:
             print(f"{path.stem}: loss {loss:.3f}", flush=True)
 
-    if not path.exists():
-        data = batches(rows, recipe, model.config.pad_token_id)
-        train_steps(model, data, recipe, next_token_loss, report)
-        write_tensors(path, dict(model.named_parameters()))
-    model.load_state_dict(load_file(path), strict=False)
+    train_stage(path, model, rows, recipe, model.config.pad_token_id, next_token_loss, report)
 
 
 def next_token_loss(model: Any, batch: PaddedBatch) -> Tensor:

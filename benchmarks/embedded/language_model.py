@@ -10,12 +10,16 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.pretrained.files import write_tensors
 from draftsmith.train.optimizers import MuonAdamW
 
 
@@ -109,7 +113,7 @@ def grow(model: LlamaModel, num_layers: int, seed: int) -> LlamaModel:
     return grown
 
 
-def optimizer(model: LlamaModel, recipe: Recipe) -> MuonAdamW:
+def optimizer(model: Any, recipe: Recipe) -> MuonAdamW:
     """Build Muon for the layers' matrices and AdamW for embeddings and norms."""
     named = dict(model.named_parameters())
     matrices = [name for name, param in named.items() if param.ndim == 2 and "layers." in name]
@@ -124,14 +128,35 @@ def lr_fraction(step: int, recipe: Recipe) -> float:
     return warm * (1 - (1 - recipe.min_lr_fraction) * progress)
 
 
+def train_stage(
+    path: Path,
+    model: Any,
+    rows: Sequence[TokenRow],
+    recipe: Recipe,
+    pad: int,
+    loss_of: Callable[[Any, PaddedBatch], Tensor],
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Run a stage's steps and write the weights, or read what was written. `on_step(step, loss)` follows each step."""
+    if not path.exists():
+        train_steps(model, batches(rows, recipe, pad), recipe, loss_of, on_step)
+        write_tensors(path, dict(model.named_parameters()))
+    load_weights(path, model)
+
+
+def load_weights(path: Path, model: Any) -> None:
+    """Read a stage's weights, without layers that `model` lacks; a tied lm_head follows the embedding."""
+    model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)
+
+
 def train_steps(
-    model: LlamaModel,
+    model: Any,
     data: Iterator[PaddedBatch],
     recipe: Recipe,
-    loss_of: Callable[[LlamaModel, PaddedBatch], Tensor],
-    on_step: Callable[[int, float], None] | None = None,
+    loss_of: Callable[[Any, PaddedBatch], Tensor],
+    on_step: Callable[[int, float], None],
 ) -> None:
-    """Run `recipe.steps` optimiser steps. `on_step(step, loss)` is called after each."""
+    """Run `recipe.steps` optimiser steps."""
     opt = optimizer(model, recipe)
     model.train()
     for step in range(recipe.steps):
@@ -143,8 +168,7 @@ def train_steps(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
-        if on_step is not None:
-            on_step(step, loss.item())
+        on_step(step, loss.item())
     model.eval()
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.benchmarks.embedded.domains import Domain
@@ -17,16 +16,15 @@ from draftsmith.benchmarks.embedded.language_model import (
     PaddedBatch,
     Recipe,
     TokenRow,
-    batches,
     distillation_loss,
     evaluate,
     grow,
     init_weights,
+    load_weights,
     next_token_loss,
-    train_steps,
+    train_stage,
 )
 from draftsmith.modules.layers import LlamaModel
-from draftsmith.modules.pretrained.files import write_tensors
 
 Log = Callable[[str], None]
 LossOf = Callable[[LlamaModel, PaddedBatch], Tensor]
@@ -65,7 +63,7 @@ class Builder:
         plan = self.domain.drafts[name]
         draft = LlamaModel(self.domain.shape.config(target.config.vocab_size, plan.num_layers))
         if plan.start is None:
-            load_weights(draft, self._path("seedling"))
+            load_weights(self._path("seedling"), draft)
         elif not self._path(name).exists():
             init_weights(draft, self.seed)
             self._stage(f"{name}-start", draft, plan.start, rows, next_token_loss)
@@ -73,7 +71,7 @@ class Builder:
         return draft
 
     def _stage(self, name: str, model: LlamaModel, recipe: Recipe, rows: Sequence[TokenRow], loss_of: LossOf) -> None:
-        """Train, or read what was trained; print the loss every 50 steps, the held-out one every 500 and at the end."""
+        """Run a stage; print the loss every 50 steps, the held-out one every 500 and at the end."""
 
         def report(step: int, loss: float) -> None:
             if step % 50 == 0:
@@ -82,20 +80,7 @@ class Builder:
                 held_out, top1 = evaluate(model, self.dev, self.pad)
                 self.log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
 
-        if not self._path(name).exists():
-            train_steps(model, batches(rows, recipe, self.pad), recipe, loss_of, report)
-            save_weights(model, self._path(name))
-        load_weights(model, self._path(name))
+        train_stage(self._path(name), model, rows, recipe, self.pad, loss_of, report)
 
     def _path(self, name: str) -> Path:
         return self.work / f"{name}.safetensors"
-
-
-def save_weights(model: LlamaModel, path: Path) -> None:
-    """Write one safetensors file, atomically."""
-    write_tensors(path, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
-
-
-def load_weights(model: LlamaModel, path: Path) -> None:
-    """Load what `save_weights` wrote, without layers that `model` lacks; the tied lm_head follows the embedding."""
-    model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)
