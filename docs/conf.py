@@ -3,18 +3,13 @@ a forge does here. What a forge has of itself stands in this file: navigation, l
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
-
-from sphinx.util import logging
 
 import draftsmith
 
@@ -32,8 +27,6 @@ source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "benchmarks/*/README.md", "data/**/MODEL_CARD.md"]
 exclude_patterns = [".*", "**/.*", "site", "build", "runs", "**/__pycache__"]  # not even looked into
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-if REPOSITORY:
-    extensions.append("sphinx.ext.linkcode")
 
 myst_enable_extensions = ["alert", "html_image", "tasklist"]
 myst_heading_anchors = 4
@@ -160,51 +153,10 @@ def parameters(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
     lines[:] = "\n\n".join(paragraphs).split("\n")
 
 
-def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """Where the source of a name stands in the repository."""
-    thing = importlib.import_module(info["module"])
-    for part in info["fullname"].split("."):
-        thing = getattr(thing, part, None)
-    try:
-        file = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(ROOT)
-        lines, first = inspect.getsourcelines(thing)
-    except TypeError:  # a field or a property
-        return None
-    return f"{REPOSITORY}/blob/{BRANCH}/{file.as_posix()}#L{first}-L{first + len(lines) - 1}"
-
-
-class Links(HTMLParser):
-    """Where a page leads, and the places in it that others may lead to."""
-
-    def __init__(self, page: Path):
-        super().__init__()
-        self.leads, self.places = set[str](), {""}
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name in ("href", "src", "srcset"):
-                self.leads |= {part.split()[0] for part in (value or "").split(",") if part.strip()}
-            elif name == "id":
-                self.places.add(value or "")
-
-
 def finish(app: Any, failed: Exception | None) -> None:
-    """Servers look for an index. Then every link of every page is followed, as written: Sphinx checks no raw HTML."""
-    if failed is not None:
-        return
-    site = Path(app.outdir)
-    shutil.copy(site / f"{root_doc}.html", site / "index.html")
-    pages = {page: Links(page) for page in site.rglob("*.html")}
-    for page, links in pages.items():
-        for lead in sorted(links.leads):
-            url = urlsplit(lead)
-            file = Path(os.path.normpath(page.parent / unquote(url.path))) if url.path else page
-            if not (url.scheme or url.netloc) and (
-                not file.is_file() or (file in pages and unquote(url.fragment) not in pages[file].places)
-            ):
-                logging.getLogger("site").warning(f"{page.relative_to(site)}: {lead} leads nowhere")
-                app.statuscode = 1
+    """Servers look for an index."""
+    if failed is None:
+        shutil.copy(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
 
 
 def setup(app: Any) -> None:

@@ -26,7 +26,6 @@ SCRIPTS = {
     "examples/refresh.sh": (REFRESH, 11),
     "benchmarks/embedded/families.sh": ({}, 6),
     "benchmarks/embedded/mtp.sh": ({}, 11),
-    "benchmarks/gemma3-270m.sh": ({"SOURCE": "chats.jsonl"}, 7),
 }
 DRAFTSMITH = f"""#!{sys.executable}
 import json, os, pathlib, sys
