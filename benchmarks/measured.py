@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import log_note, markdown_lines
+from draftsmith.data.console import Table, log_note, markdown_lines, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.meta import hardware
+from draftsmith.eval.tables import markdown
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 
@@ -32,6 +33,15 @@ def describe_run(config: Any, device: str = "cpu") -> dict[str, Any]:
     """Return what a script's numbers hold for. config: its options."""
     about = {"settings": resolved(config), "hardware": hardware(device), "versions": package_versions()}
     return {**about, "git_commit": git_commit()}
+
+
+def write_tables(config: Any, path: Path, name: str, rows: Sequence[Any], tables: Sequence[Table]) -> Path:
+    """Write the rows as `name` of a JSON file, and the tables beside it as Markdown; print them; return the path."""
+    write_json(path, {"meta": describe_run(config), name: rows})
+    text = "\n".join(map(markdown, tables))
+    write_text(path.with_suffix(".md"), text)
+    print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
+    return path
 
 
 def report(config: Any, name: str, rows: Iterable[Measured]) -> Path:

@@ -8,21 +8,20 @@ nothing and a run can be repeated. Heads are measured by `draftsmith eval bench`
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import numpy as np
-import torch
 
-from draftsmith.benchmarks.measured import describe_run
+from draftsmith.benchmarks.measured import describe_run, write_tables
 from draftsmith.benchmarks.papers.drafters import FOLDER, register
 from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
 from draftsmith.data.store.writer import sole_writer
@@ -37,12 +36,9 @@ from draftsmith.eval.bench.results import (
     totals_of,
 )
 from draftsmith.launch.cli import main_of
-from draftsmith.launch.commands import configure
-from draftsmith.modules.pretrained.files import write_json, write_text
+from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.reading import read_object
 from draftsmith.modules.types import InputError, check_range
-from draftsmith.train.fit import fit
-from draftsmith.train.prepare import prepare
 
 STEPS = "steps.json"
 K, TEMPERATURES = 5, {"greedy": 0.0, "T=1": 1.0}
@@ -133,18 +129,15 @@ class RecipesConfig:
         output: Directory that receives data/, runs/, steps.json, and recipes.md and .json.
         domain: edits, whose answers copy from their prompts, or prose.
         target: Another target than the domain's.
-        prompts: Other prompts, with splits train and test. All of their tasks are taken unless --tasks is given.
-        tasks: Only these tasks, separated by commas.
+        prompts: Other prompts, with splits train and test.
         responses: Answers of the target to train on, that `data responses` wrote; made from the prompts otherwise.
         configs: What the recipes change: configs/train/KIND-embedded.yaml or configs/recipes/smollm2-135m-KIND.yaml.
         dtype: Of the target, when it reads answers and when it decodes.
         cpu_seconds: That a head is trained for: its steps alone, from stored features; not start and validation.
         recipes: Which ones, separated by commas; all of EAGLE-3 and EAGLE-1 where it is not given.
         seeds: Trainings of each: 0, 1, ...
-        data: Directory of the target's answers and features, which several outputs may share. Default: output/data.
         answers: Of the target, that heads are trained on.
         other_answers: The same of the recipes with other data: more or fewer, as far as there are so many prompts.
-        answer_temperature: At which the target answers the prompts that are trained on.
         limit: Test prompts.
         max_new_tokens: Longest answer, in training and test.
     """
@@ -153,17 +146,14 @@ class RecipesConfig:
     domain: Literal["edits", "prose"] = "edits"
     target: str | None = None
     prompts: str | None = None
-    tasks: str | None = None
     responses: Path | None = None
     configs: Literal["embedded", "smollm2-135m"] = "embedded"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_seconds: float = 80.0
     recipes: str = ",".join(name for name, recipe in RECIPES.items() if recipe.kind in ("eagle", "eagle3"))
     seeds: int = 3
-    data: Path | None = None
     answers: int = 960
     other_answers: int = 3000
-    answer_temperature: float = 0.0
     limit: int = 48
     max_new_tokens: int = 256
 
@@ -184,14 +174,8 @@ class RecipesConfig:
     @property
     def source(self) -> Domain:
         own = DOMAINS[self.domain]
-        tasks = self.tasks if self.tasks or self.prompts else own.tasks
-        return dataclasses.replace(
-            own, target=self.target or own.target, prompts=self.prompts or own.prompts, tasks=tasks
-        )
-
-    @property
-    def data_directory(self) -> Path:
-        return self.data or self.output / "data"
+        prompts, tasks = (self.prompts, None) if self.prompts else (own.prompts, own.tasks)
+        return Domain(self.target or own.target, prompts, tasks)
 
     def run_directory(self, name: str, seed: int) -> Path:
         return self.output / "runs" / f"{name}-{seed}"
@@ -203,7 +187,7 @@ class RecipesConfig:
         return self.other_answers if recipe.other_data else self.answers
 
     def features(self, recipe: Recipe) -> Path:
-        return self.data_directory / f"{recipe.kind}-{self.answers_of(recipe)}"
+        return self.output / "data" / f"{recipe.kind}-{self.answers_of(recipe)}"
 
     def training(self, name: str) -> list[str]:
         """Return the options of `draftsmith train KIND` without steps, seed and output."""
@@ -241,11 +225,11 @@ def python(*words: str) -> None:
 
 def make_data(config: RecipesConfig) -> None:
     """Make the target's answers and the features of each kind of head."""
-    own, root = config.source, config.data_directory
+    own, root = config.source, config.output / "data"
     learned = [RECIPES[name] for name in (*config.names, *map(costs_like, config.names))]
     most = max(map(config.answers_of, learned))
     rows = ["--split", "train", "--limit", str(most), *(["--tasks", own.tasks] if own.tasks else [])]
-    answering = ["--temperature", str(config.answer_temperature), "--max-new-tokens", str(config.max_new_tokens)]
+    answering = ["--temperature", "0", "--max-new-tokens", str(config.max_new_tokens)]
     prompts, responses = root / "prompts", config.responses or root / "responses"
     stages = {}
     if config.responses is None:
@@ -266,7 +250,6 @@ def step_costs(config: RecipesConfig) -> dict[str, float]:
     path, costs = config.output / STEPS, dict[str, float]()
     if path.exists():
         costs = read_object(path, {"costs": {"*": float}}, "Delete it, and they are measured again.")["costs"]
-    torch.set_num_threads(1)
     for name in map(costs_like, config.names):
         if name not in costs:
             costs[name] = step_cost(config, name)
@@ -274,25 +257,15 @@ def step_costs(config: RecipesConfig) -> dict[str, float]:
     return costs
 
 
-class StepStarts(pl.Callback):
-    """CPU seconds at which the steps of a training begin."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.seconds.append(time.process_time())
-
-
 def step_cost(config: RecipesConfig, name: str) -> float:
     """Return the mean CPU seconds of a step, in a training of a few steps that has all of its phases."""
-    starts = StepStarts()
     with tempfile.TemporaryDirectory(prefix="draftsmith-recipes-") as folder:
-        words = [*config.training(name), "--max-steps", str(WARM_UP + TIMED + 1), "--output", f"{folder}/run"]
-        _, training = configure(f"train {RECIPES[name].kind}", words)
-        assert training is not None  # only of a command whose words ask for help
-        fit(*prepare(training), (starts,), limit_val_batches=0)
-    return (starts.seconds[-1] - starts.seconds[WARM_UP]) / TIMED
+        record = Path(folder) / "record.json"
+        steps = str(WARM_UP + TIMED)
+        words = [*config.training(name), "--max-steps", steps, "--val-every", steps, "--output", f"{folder}/run"]
+        python("-m", "draftsmith.benchmarks.peers.train_draftsmith", str(record), RECIPES[name].kind, *words)
+        seconds: list[float] = json.loads(record.read_text())["seconds"]
+        return fmean(seconds[WARM_UP:])
 
 
 def trained(config: RecipesConfig, name: str, seed: int, steps: int) -> str:
@@ -384,11 +357,7 @@ def write_report(config: RecipesConfig, steps: Mapping[str, int]) -> Path:
     drafts = f"{config.limit} test prompts, answers of up to {config.max_new_tokens} tokens, chains of {K}"
     what = config.domain if config.target is None else Path(config.target).stem
     shown = tables(found, f"{what}, {config.cpu_seconds:g} CPU seconds, {config.seeds} seeds, {drafts}")
-    text = "\n".join(markdown(table) for table in shown)
-    write_text(path.with_suffix(".md"), text)
-    write_json(path, {"meta": describe_run(config), "recipes": found})
-    print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
-    return path
+    return write_tables(config, path, "recipes", found, shown)
 
 
 if __name__ == "__main__":

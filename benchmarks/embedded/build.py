@@ -207,7 +207,7 @@ def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[s
     return [{"id": f"{row['task']}-{row.pop('key')}", **row} for row in shipped]
 
 
-def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
+def card_questions(path: Path, tokenizer: Any) -> list[tuple[str, TokenRow]]:
     """Return held-out prompts for the card: CARD_PROMPTS per task from the shipped test split."""
     test = [turn for turn in read_prompts(path) if turn.split == "test"]
     taken: Counter[str] = Counter()
@@ -215,8 +215,7 @@ def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
     for turn, tokens in zip(test, token_rows(test, tokenizer), strict=True):
         taken[turn.task] += 1
         if taken[turn.task] <= CARD_PROMPTS:
-            start = tokens.answer_start
-            questions.append(card.HeldOutPrompt(turn.task, tokens.ids[:start], tokens.ids[start:]))
+            questions.append((turn.task, tokens))
     return questions
 
 

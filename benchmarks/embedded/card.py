@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from draftsmith.benchmarks.embedded.language_model import TokenRow
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.labels import MixedTextLabels
 from draftsmith.modules.along import Answer, along_model, read
@@ -20,15 +20,6 @@ LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts 
 K = 5
 
 
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """A held-out prompt and the right answer, end token included."""
-
-    task: str
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-
-
 def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[list[int]]:
     """Generate the target's answers up to MAX_NEW_TOKENS."""
     params = SamplingParams(temperature)
@@ -36,24 +27,28 @@ def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: floa
 
 
 def score_pair(
-    target: CausalLM, draft: CausalLM, questions: Sequence[HeldOutPrompt], seed: int
+    target: CausalLM, draft: CausalLM, questions: Sequence[tuple[str, TokenRow]], seed: int
 ) -> list[dict[str, float | str]]:
-    """Return a row of sums for each question. Answers are the target's; nothing after their end token is counted."""
-    prompts = [question.prompt_ids for question in questions]
-    rows: list[dict[str, float | str]] = [{"task": question.task} for question in questions]
+    """Return a row of sums for each held-out question, a task and its row with the right answer.
+
+    Answers are the target's; nothing after their end token is counted.
+    """
+    prompts = [row.ids[: row.answer_start] for _, row in questions]
+    rows: list[dict[str, float | str]] = [{"task": task} for task, _ in questions]
     drafter, ends = along_model(K, draft, "draft"), set(target.info.eos_ids)
     for temperature, kind in ((0.0, "greedy"), (1.0, "sampled")):
         params, answers = SamplingParams(temperature), answers_to(target, prompts, temperature, seed)
         labeler = MixedTextLabels(target, draft, params, 1, 1024, seed)
-        for row, question, answer in zip(rows, questions, answers, strict=True):
-            begin, ids = len(question.prompt_ids), [*question.prompt_ids, *answer]
+        for row, (_, question), answer in zip(rows, questions, answers, strict=True):
+            begin = question.answer_start
+            ids = [*question.ids[:begin], *answer]
             mask = [place >= begin for place in range(len(ids))]
             labels = labeler.label([ids], [mask], torch.zeros(len(answer), dtype=torch.float64))
             row |= {f"{kind}_tokens": len(answer), f"{kind}_overlap": float(labels["overlap"].sum())}
             if params.greedy:
                 ngrams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
                 row |= {"ngrams": len(ngrams), "distinct": len(set(ngrams))}
-                row |= {"exact": tuple(answer) == question.answer_ids, "ended": answer[-1] in ends}
+                row |= {"exact": tuple(answer) == question.ids[begin:], "ended": answer[-1] in ends}
                 text = read(target, ids, [Answer(begin, len(ids), begin + MAX_NEW_TOKENS)], params, ())
                 row["calls"] = float(drafter.walk(text, [K])[0][0].calls[-1])
     return rows

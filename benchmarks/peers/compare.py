@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import draftsmith
-from draftsmith.benchmarks.measured import describe_run
+from draftsmith.benchmarks.measured import write_tables
 from draftsmith.benchmarks.recipes import python
 from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
 from draftsmith.data.engines.process import leave
@@ -45,7 +45,7 @@ from draftsmith.launch.cli import main_of
 from draftsmith.launch.commands import configure
 from draftsmith.modules.drafters.method_names import parse_methods
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
+from draftsmith.modules.pretrained.files import make_directory, write_json
 from draftsmith.modules.types import InputError, check_range
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import prepare
@@ -53,18 +53,13 @@ from draftsmith.train.prepare import prepare
 K, VOCAB, PACK, VAL_SHARE = 5, 8192, 1024, 0.02
 WARM_UP, TIMED = 2, 10  # steps of a training whose cost is measured
 TURN_S = 5.0
-COUNTS = ("task", "tokens", "calls")  # of a held-out answer
+COUNTS = ("tokens", "calls")  # of a held-out answer
 COLUMNS = (
-    *(
-        ("arm", "trainer"),
-        ("seed", "seed"),
-        ("steps", "steps", ",d"),
-        ("tokens", "tokens", ",d"),
-        ("cpu_s", "CPU s", ".0f"),
-    ),
-    *(("step_s", "s a step", ".2f"), ("speed", "tokens a CPU s", ".0f"), ("peak_mb", "peak MB", ",.0f")),
-    *(("tau", "tau", ".3f"), ("tau_ci", "95 %")),
-)
+    ("arm", "trainer"), ("seed", "seed"), ("steps", "steps", ",d"), ("tokens", "tokens", ",d"),
+    ("cpu_s", "CPU s", ".0f"), ("step_s", "s a step", ".2f"), ("speed", "tokens a CPU s", ".0f"),
+    ("peak_mb", "peak MB", ",.0f"), ("tau", "tau", ".3f"), ("tau_ci", "95 %"),
+    ("difference", "ahead by", "+.3f"), ("difference_ci", "95 %"), ("won", "prompts"),
+)  # fmt: skip
 # The shape, as each side says it. {anchors}: blocks of a pack; ours counts them by text.
 OUR_SHAPE = {
     "eagle3": f"--version 3-norm --draft-vocab {VOCAB} --ttt-steps 3",
@@ -341,32 +336,27 @@ def measure(config: CompareConfig, heads: Sequence[Path]) -> None:
     for number, text in enumerate(texts):
         replay_text(target, number, text, params, drafters, walks)
     for head, own in zip(heads, walks.values(), strict=True):
-        counts = [(one.answer.labels["task"], one.walk.num_tokens, float(one.walk.calls[-1])) for one in own]
+        counts = [(one.walk.num_tokens, float(one.walk.calls[-1])) for one in own]
         write_json(head.parent / "tau.json", [dict(zip(COUNTS, row, strict=True)) for row in counts])
 
 
 def compared(runs: Sequence[Path], base: Sequence[Path]) -> dict[str, Any]:
-    """Return tau of an arm's trainings together, by task, and its difference from the base's on the same prompts.
+    """Return tau of an arm's trainings together, and its difference from the base's on the same prompts.
 
     A prompt is resampled with its answers under all seeds of both arms.
     """
     arms = ([json.loads((head_of(path).parent / "tau.json").read_text()) for path in own] for own in (runs, base))
     rows, others = (list(itertools.chain(*own)) for own in arms)
     owners = [number for _ in runs for number in range(len(rows) // len(runs))]
-    tokens, calls = (np.array([row[name] for row in rows], float) for name in COUNTS[1:])
+    tokens, calls = (np.array([row[name] for row in rows], float) for name in COUNTS)
     base_calls = np.array([row["calls"] for row in others], float)
-    tasks = np.array([row["task"] for row in rows])
-
-    def tau(calls: Any, chosen: Any = slice(None)) -> float:
-        return float(tokens[chosen].sum() / calls[chosen].sum())
-
+    tau, base_tau = (float(tokens.sum() / own.sum()) for own in (calls, base_calls))
     resamples = Resamples(owners, 0)
     drawn, base_drawn = (resamples.sums(tokens) / resamples.sums(own) for own in (calls, base_calls))
     return {
-        "tau": tau(calls),
+        "tau": tau,
         "tau_ci95": resamples.interval(drawn),
-        "by_task": {task: tau(calls, tasks == task) for task in dict.fromkeys(tasks.tolist())},
-        "difference": tau(calls) - tau(base_calls),
+        "difference": tau - base_tau,
         "difference_ci95": resamples.interval(drawn - base_drawn),
         "ahead": int((np.bincount(owners, calls) < np.bincount(owners, base_calls)).sum()),
         "prompts": len(set(owners)),
@@ -385,22 +375,14 @@ def write_report(config: CompareConfig, runs: Mapping[tuple[str, int], Path]) ->
             row |= {"cpu_s": sum(seconds), "step_s": statistics.median(seconds), "speed": tokens / sum(seconds)}
             row["peak_mb"] = max(record["peak_mb"] for record in records)
             rows.append(row | compared(*([runs[arm, seed] for seed in seeds] for arm in (name, base))))
-    path = config.output / "compare.json"
-    write_json(path, {"meta": describe_run(config), "rows": rows})
-    text = markdown(table_of(config, rows))
-    write_text(path.with_suffix(".md"), text)
-    print_text(f"{text}\nWritten to {path.with_suffix('.md')}")
-    return path
+    return write_tables(config, config.output / "compare.json", "rows", rows, [table_of(config, rows)])
 
 
 def table_of(config: CompareConfig, rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [Column(*words) for words in COLUMNS]
-    columns += [Column(task, task, ".3f") for task in rows[0]["by_task"]]
-    columns += [Column("difference", "ahead by", "+.3f"), Column("difference_ci", "95 %"), Column("won", "prompts")]
-    shown = []
+    columns, shown = [Column(*words) for words in COLUMNS], []
     for row in rows:
         intervals = {f"{key}_ci": format_interval(row[f"{key}_ci95"], between=" to ") for key in ("tau", "difference")}
-        shown.append({**row, **row["by_task"], **intervals, "won": f"{row['ahead']} of {row['prompts']}"})
+        shown.append({**row, **intervals, "won": f"{row['ahead']} of {row['prompts']}"})
     about = ", ".join(f"{name}: {ARMS[name]}" for name in config.names)
     budget = f"{config.steps} steps" if config.steps else f"{config.cpu_seconds:g} CPU seconds"
     return Table("compare", f"{config.kind}, {config.optimizer}, {budget}", columns, shown, f"{about}.")

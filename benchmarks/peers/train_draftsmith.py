@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from draftsmith.benchmarks.papers.drafters import register
 from draftsmith.benchmarks.peers.clock import StepClock
 from draftsmith.launch.commands import configure
 from draftsmith.train.fit import fit
@@ -30,6 +31,7 @@ class Timed(pl.Callback):
 
 def main(record: Path, kind: str, words: list[str]) -> None:
     torch.set_num_threads(1)
+    register()
     _, config = configure(f"train {kind}", words)
     assert config is not None  # only of words that ask for help
     clock = StepClock()

@@ -14,7 +14,7 @@ import torch
 
 import draftsmith.data.embedded as embedded
 from draftsmith.benchmarks.embedded import build, card, models
-from draftsmith.benchmarks.embedded.card import HeldOutPrompt, rates, score_pair
+from draftsmith.benchmarks.embedded.card import rates, score_pair
 from draftsmith.benchmarks.embedded.corpus import (
     Function,
     content_key,
@@ -88,20 +88,6 @@ def test_everything_shipped_is_under_45_megabytes():
     assert sum(file.stat().st_size for file in ROOT.rglob("*") if file.is_file()) <= 45e6
 
 
-def test_card_reports_every_task_and_the_bars_are_met():
-    tasks = CARDS["edits"]["tasks"]["draft"]
-    assert set(TASKS["edits"]) <= set(tasks)
-    headline, edits = tasks["edits and explain"], tasks["all edits"]
-    assert headline["alpha"] >= 0.70 and headline["greedy_agreement"] >= 0.82
-    assert edits["distinct_4grams"] >= 0.8 and edits["ended"] >= 0.85 and edits["exact"] >= 0.5
-
-
-def test_prose_does_not_loop():
-    tasks = CARDS["prose"]["tasks"]["draft"]
-    assert set(TASKS["prose"]) <= set(tasks) and not CARDS["prose"]["looping"]
-    assert tasks["all prose"]["distinct_4grams"] >= 0.8 and tasks["all prose"]["ended"] >= 0.85
-
-
 @pytest.mark.slow
 @EVERY_DOMAIN
 def test_a_build_makes_what_ships(domain, tmp_path, monkeypatch):
@@ -143,11 +129,11 @@ def shortened(stage):
 def test_a_few_held_out_prompts_give_what_the_card_claims():
     """An independent sample of the card's own measurement: 4 prompts a task, so wide margins."""
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
-    chosen: dict[str, list[HeldOutPrompt]] = defaultdict(list)
-    for question in build.card_questions(ROOT / "prompts.jsonl", load_tokenizer("embedded:target")):
-        if question.task in EDIT_TASKS and len(chosen[question.task]) < 4:
-            chosen[question.task].append(question)
-    asked = [q for questions in chosen.values() for q in questions]
+    chosen = defaultdict(list)
+    for task, row in build.card_questions(ROOT / "prompts.jsonl", load_tokenizer("embedded:target")):
+        if task in EDIT_TASKS and len(chosen[task]) < 4:
+            chosen[task].append((task, row))
+    asked = [question for questions in chosen.values() for question in questions]
     measured, claimed = (
         rates(score_pair(target, draft, asked, seed=0), EDIT_TASKS),
         CARDS["edits"]["tasks"]["draft"]["all edits"],

@@ -51,20 +51,3 @@ def test_a_stage_that_fails_or_takes_too_long_is_named(tmp_path, capfd):
         assert stages.run("good", lambda: 0, 60)
     assert [stage["outcome"] for stage in stages.done] == ["failed (512)", "stopped after 1 s", "ok"]
     assert "nowhere: found" in (tmp_path / "log.txt").read_text()
-
-
-def test_a_report_is_written_where_no_head_could_be_measured(tmp_path, monkeypatch):
-    ran = []
-
-    def run(stages, name, words, most_s):
-        ran.append(name)
-        if name.startswith("train"):
-            (tmp_path / name.split()[1]).mkdir()
-            (tmp_path / name.split()[1] / "training.json").write_text("{}")
-        return name != "bench"
-
-    monkeypatch.setattr(gpu_head.Stages, "run", run)
-    monkeypatch.setattr(gpu_head, "answer", lambda config, stages: tmp_path / "answers")
-    gpu_head.run(GpuHeadConfig("target", output=tmp_path))
-    assert ran == ["train eagle3", "train dspark", "bench"]
-    assert json.loads((tmp_path / "gpu_head.json").read_text())["methods"] == []
