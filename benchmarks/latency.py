@@ -33,7 +33,6 @@ from draftsmith.modules.decoding.tree import DynamicTree
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.engine.rows import OneRow
-from draftsmith.modules.formats.base import FLOATS
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm, load_transformers
 from draftsmith.modules.targets.llama import LlamaLM
@@ -52,14 +51,12 @@ class LatencyConfig:
     Attributes:
         output: Directory that receives latency.json and latency.md.
         models: embedded, the pair that ships; 88m, a random pair; tiny, which computes next to nothing.
-        dtype: float32 or bfloat16.
         new_tokens: Tokens of a response.
         repeats: Paired runs of which the median counts.
     """
 
     output: Path = field(kw_only=True)
     models: Literal["embedded", "88m", "tiny"] = "embedded"
-    dtype: Literal["float32", "bfloat16"] = "float32"
     new_tokens: int = 64
     repeats: int = 5
     device: str = "cpu"
@@ -87,11 +84,11 @@ class Pair:
         logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
         if config.models == "embedded":
             paths = ("embedded:target", "embedded:draft")
-            ours: Any = [load_lm(path, config.dtype, packed=True) for path in paths]
-            theirs = [load_transformers(Checkpoint(path), FLOATS[config.dtype]).eval() for path in paths]
+            ours: Any = [load_lm(path, "float32", packed=True) for path in paths]
+            theirs = [load_transformers(Checkpoint(path), torch.float32).eval() for path in paths]
             prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", paths[0], "test", None, 4)]
         else:
-            weights = random_pair(config.models, FLOATS[config.dtype], "cpu")
+            weights = random_pair(config.models, torch.float32, "cpu")
             ours = [own.lean(True) for own in weights]
             theirs = [own.transformers() for own in weights]
             torch.manual_seed(0)

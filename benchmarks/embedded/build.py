@@ -26,8 +26,17 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from draftsmith.benchmarks.embedded import card
 from draftsmith.benchmarks.embedded.domains import DOMAINS, MAX_POSITION, Domain
-from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
-from draftsmith.benchmarks.embedded.models import Builder
+from draftsmith.benchmarks.embedded.language_model import (
+    Recipe,
+    TokenRow,
+    distillation_loss,
+    evaluate,
+    grow,
+    init_weights,
+    load_weights,
+    next_token_loss,
+    train_stage,
+)
 from draftsmith.benchmarks.embedded.tasks import Turn
 from draftsmith.benchmarks.embedded.tokenizer import ASSISTANT, END, USER, train_tokenizer
 from draftsmith.data.engines.own import set_threads
@@ -102,6 +111,63 @@ def run(config: BuildConfig) -> Path:
     write_card(domain, config, tokenizer, dev)
     log(f"scores written to {config.output / 'card.json'}")
     return config.output
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Trains the shipped models in a work folder: the target, grown from a small one, and the drafts, distilled on its
+    own text. dev: held-out rows, of which a stage says how well it knows them."""
+
+    domain: Domain
+    work: Path
+    dev: Sequence[TokenRow]
+    pad: int
+    seed: int
+    log: Callable[[str], None]
+
+    def target(self, rows: Sequence[TokenRow], shipped: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
+        """Run the stages one after the other. shipped: the rows of the shipped prompts."""
+        model: LlamaModel | None = None
+        for name, (num_layers, recipe) in self.domain.target_stages.items():
+            if model is None:
+                model = LlamaModel(self.domain.shape.config(vocab_size, num_layers))
+                init_weights(model, self.seed)
+            else:
+                model = grow(model, num_layers, self.seed + num_layers)
+            self._stage(name, model, recipe, rows, next_token_loss)
+        assert model is not None
+        if self.domain.by_heart is not None:
+            self._stage("by-heart", model, self.domain.by_heart, shipped, next_token_loss)
+        return model
+
+    def draft(
+        self, name: str, target: LlamaModel, rows: Sequence[TokenRow], own_text: Sequence[TokenRow]
+    ) -> LlamaModel:
+        """Train a draft on `rows` or from the seedling, then distil it on text that the target wrote."""
+        plan = self.domain.drafts[name]
+        draft = LlamaModel(self.domain.shape.config(target.config.vocab_size, plan.num_layers))
+        if plan.start is None:
+            load_weights(self._path("seedling"), draft)
+        elif not self._path(name).exists():
+            init_weights(draft, self.seed)
+            self._stage(f"{name}-start", draft, plan.start, rows, next_token_loss)
+        self._stage(name, draft, plan.distil, own_text, distillation_loss(target))
+        return draft
+
+    def _stage(self, name: str, model: LlamaModel, recipe: Recipe, rows: Sequence[TokenRow], loss_of: Any) -> None:
+        """Run a stage; print the loss every 50 steps, the held-out one every 500 and at the end."""
+
+        def report(step: int, loss: float) -> None:
+            if step % 50 == 0:
+                self.log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
+            if step % 500 == 499 or step == recipe.steps - 1:
+                held_out, top1 = evaluate(model, self.dev, self.pad)
+                self.log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
+
+        train_stage(self._path(name), model, rows, recipe, self.pad, loss_of, report)
+
+    def _path(self, name: str) -> Path:
+        return self.work / f"{name}.safetensors"
 
 
 def make_turns(domain: Domain, work: Path, config: BuildConfig) -> list[Turn]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import draftsmith.data.embedded as embedded
-from draftsmith.benchmarks.embedded import build, card, models
+from draftsmith.benchmarks.embedded import build, card
 from draftsmith.benchmarks.embedded.card import rates, score_pair
 from draftsmith.benchmarks.embedded.corpus import (
     Function,
@@ -98,8 +98,8 @@ def test_a_build_makes_what_ships(domain, tmp_path, monkeypatch):
     for name, value in small.items():
         monkeypatch.setattr(build, name, value)
     monkeypatch.setattr(card, "MAX_NEW_TOKENS", 4)
-    for module in (build, models):  # held-out losses of a batch, not of twenty
-        monkeypatch.setattr(module, "evaluate", functools.partial(evaluate, max_batches=1))
+    # Held-out losses of a batch, not of twenty.
+    monkeypatch.setattr(build, "evaluate", functools.partial(evaluate, max_batches=1))
     out = build.run(build.BuildConfig(Path("out"), domain, num_threads=1, packages=["rich", "jinja2"]))
     root, made = ROOTS[domain], ("target", *DOMAINS[domain].drafts)
     shipped = [path for name in made for path in (root / name).iterdir()]
