@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import Table, log_note, markdown_lines, print_text
+from draftsmith.data.console import Table, log_note, markdown, markdown_lines, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.meta import hardware
-from draftsmith.eval.tables import markdown
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
 from draftsmith.modules.pretrained.provenance import git_commit, package_versions
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from draftsmith.benchmarks.measured import describe_run, write_tables
 from draftsmith.benchmarks.papers.drafters import FOLDER, register
-from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
+from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.results import (
     BASELINE,

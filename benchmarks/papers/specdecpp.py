@@ -23,17 +23,24 @@ import numpy as np
 import torch
 
 from draftsmith.benchmarks.papers.rollouts import RAW, Floats, Policy, Recorder, Rollouts, decoded
-from draftsmith.data.console import Column, Table, format_interval, json_values, log_note, print_table, progress_bar
+from draftsmith.data.console import (
+    Column,
+    Table,
+    format_interval,
+    json_values,
+    log_note,
+    print_table,
+    progress_bar,
+    tables_to_json,
+)
 from draftsmith.data.store.datasets import collate_acceptance, open_dataset
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bench.results import Resamples, read_rows
 from draftsmith.eval.bench.runner import load_run
-from draftsmith.eval.bootstrap import Resamples
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import AnswerLength, DraftSettings, PromptChoice, Running
-from draftsmith.eval.tables import to_json
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.metrics import binary_kl, soft_label_auc
@@ -333,7 +340,7 @@ class Study:
         meta = describe("specdecpp", config, self.prompts, config.data, **identities)
         meta["command"] = shlex.join(["python", *sys.argv])
         make_directory(config.output)
-        write_json(config.output / RESULTS, {"meta": meta, "tables": to_json(tables)})
+        write_json(config.output / RESULTS, {"meta": meta, "tables": tables_to_json(tables)})
         for table in tables:
             print_table(table)
         log_note(f"Written to {config.output / RESULTS}")

@@ -31,7 +31,7 @@ from torch import Tensor
 import draftsmith
 from draftsmith.benchmarks.measured import write_tables
 from draftsmith.benchmarks.recipes import python
-from draftsmith.data.console import Column, Table, format_interval, markdown, print_text
+from draftsmith.data.console import Column, Table, format_interval, print_text
 from draftsmith.data.engines.process import leave
 from draftsmith.data.engines.served_target import load_target
 from draftsmith.data.store.datasets import open_dataset
