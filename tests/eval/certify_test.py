@@ -61,10 +61,13 @@ def test_answers_end_with_the_first_end_token_or_at_the_limit():
     assert ends_as_asked([4, 4, 4], (), 3)
 
 
+NUM_PROMPTS = 160
+
+
 @pytest.fixture(scope="module")
 def prompts(models, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("asked")
-    rows = [{"id": f"q{i}", "prompt": f"Question {i}: what is {i} + {i}?"} for i in range(160)]
+    rows = [{"id": f"q{i}", "prompt": f"Question {i}: what is {i} + {i}?"} for i in range(NUM_PROMPTS)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return make_prompts(
         PromptsConfig(source=str(root / "rows.jsonl"), target=models["target"], output=root / "prompts")
@@ -108,7 +111,7 @@ def mistaken(models, prompts, tmp_path_factory) -> Path:
 
 
 def accepts_too_often(source: TorchSource, prob: float) -> bool:
-    return source.uniform() < 1.25 * prob
+    return source.uniform() < 1.6 * prob
 
 
 def certified(models, tmp_path, served: Path, control: Path | None, **changes: Any) -> tuple[int, list[dict]]:
@@ -122,26 +125,24 @@ def test_an_honest_server_passes_and_one_that_accepts_too_often_fails(models, ho
     for served, ttt_steps in ((honest, True), (mistaken, False)):
         code, (plain, server) = certified(models, tmp_path, served, control, head=models["draft"])
         plain_test, test = plain["sampling"], server["sampling"]
-        assert plain["passed"] and plain_test["tokens"] == test["tokens"] == 160 * 64
+        assert plain["passed"] and plain_test["tokens"] == test["tokens"] == NUM_PROMPTS * 64
         assert (code, server["passed"]) == (1 - ttt_steps, ttt_steps)
     assert test["strongest_bet"].startswith("towards")
     assert 0 < test["detectable"]["what was drafted"] < 0.1
 
 
-def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake_too(
-    models, honest, mistaken, control, tmp_path
-):
+def test_a_server_that_scores_answers_by_its_log_probabilities_finds_the_mistake_too(models, mistaken, tmp_path):
+    """Few answers: a server tells the probabilities of a whole vocabulary for every token."""
     lm = load_lm(models["target"])
     with StatesServer(lm, (), tmp_path / "states", connector=False) as server:
-        for served, passes in ((honest, True), (mistaken, False)):
-            more = {"head": models["draft"], "server": server.url}
-            code, (plain, tested) = certified(models, tmp_path, served, control, **more)
-            assert plain["passed"] and tested["passed"] == passes == (code == 0)
-            assert tested["sampling"]["tokens"] == 160 * 64 and not tested["sampling"]["impossible"]
+        more = {"head": models["draft"], "server": server.url, "limit": 60}
+        code, (tested,) = certified(models, tmp_path, mistaken, None, **more)
+        assert not tested["passed"] and code == 1
+        assert tested["sampling"]["tokens"] == 60 * 64 and not tested["sampling"]["impossible"]
         # A head reads states, which this server does not have.
         save_head(tmp_path / "head", captured_head(lm), {"target": lm.info.identity}, "card")
         with pytest.raises(InputError, match="without our connector"):
-            certified(models, tmp_path, mistaken, control, **{**more, "head": str(tmp_path / "head")})
+            certified(models, tmp_path, mistaken, None, **{**more, "head": str(tmp_path / "head")})
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.9}, {}])
