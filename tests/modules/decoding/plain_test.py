@@ -3,6 +3,7 @@ place before."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from oracles.tables import TableLM, V
 from transformers import AutoModelForCausalLM
 from worlds import CONTEXT, GREEDY, NEW_TOKENS, World, make_world, small_lm, tiny_llama_dir
 
+from draftsmith.modules.attention import group_by_length
 from draftsmith.modules.decoding.loop import Generation, generate_one
 from draftsmith.modules.decoding.plain import ROUNDS_TOGETHER, PromptAnswer, RowPool
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -132,6 +134,13 @@ def test_rows_of_a_large_vocabulary_are_drawn_by_the_inverse_cdf(size):
     assert (probs.gather(1, ends[:, None]) > 0).all()
     probs[3, 1], probs[4], probs[5, 0] = torch.nan, 0, torch.inf
     assert (draw_rows(probs, uniforms) == NO_TOKEN).nonzero()[:, 0].tolist() == [3, 4, 5]
+
+
+def test_groups_hold_sequences_of_like_lengths():
+    groups = group_by_length(LENGTHS, most_tokens=96, most_padding=0.1)
+    assert sorted(itertools.chain(*groups)) == list(range(len(LENGTHS)))
+    assert [[LENGTHS[i] for i in group] for group in groups] == [[64], [60], [59], [32, 31, 31], [30], [7], [2], [1]]
+    assert group_by_length([1, 9], most_tokens=4) == [[1], [0]], "a sequence longer than a group is alone"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -98,21 +98,6 @@ class Reader:
         return self.read()
 
 
-@pytest.mark.parametrize(
-    ("stop", "limit", "length"),
-    [
-        (FixedLengthStop(3), 4, 3),
-        (FixedLengthStop(3), 2, 2),
-        (FixedLengthStop(3), 0, 0),
-        (ConfidenceStop(0.0, 1, 4), 3, 3),
-    ],
-)
-def test_a_chain_is_as_long_as_the_policy_and_the_limit_let_it(stop, limit, length):  # fmt: skip
-    reader, sampler = Reader(PROMPT, TableLM(3)), Sampler(GREEDY, TorchSource(0))
-    tree = draft_chain(reader.read(), reader.expand, stop, limit, sampler, PROMPT)
-    assert len(tree.tokens) == tree.draft_calls == length and tree.is_chain
-
-
 def test_an_end_token_ends_a_draft_after_its_policy_has_seen_it():
     lm, seen = TableLM(3), []
 

@@ -80,6 +80,12 @@ def test_a_trained_heads_card_says_what_a_reader_needs():
     assert matter["base_model"] == "owner/model" and matter["library_name"] == "draftsmith"
 
 
+@pytest.mark.parametrize("path", ["embedded:target", "/models/llama", "./runs/model"])
+def test_only_a_hub_id_is_a_base_model(path):
+    matter, _ = parts(model_card("eagle", eagle_manifest(target=path)))
+    assert "base_model" not in matter
+
+
 def test_a_license_is_stated_or_said_not_to_be():
     matter, sections = parts(model_card("eagle", eagle_manifest()))
     assert (matter["license"], matter["license_name"]) == ("other", "not-stated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def full_disk(tmp_path_factory):
     (place / "filler").write_bytes(bytes(56 * 1024))
     yield place
     subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_limit_of_file_sizes_leaves_what_was_there(tmp_path):
+    """The operating system refuses each file beyond 300 bytes."""
+    path = tmp_path / "kept"
+    path.write_text("before")
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        with pytest.raises(CannotWrite, match="File too large"):
+            write_text(path, "x" * 20_000)
+
+    process = forked(limited)
+    process.join()
+    assert process.exitcode == 0 and path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
 WRITERS = {

@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-wide-heads": {"head_dim": 16},
     "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
     "llama-rope-llama3": {"rope_parameters": LLAMA3},
+    "llama-rope-scout": {"rope_parameters": {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}},
     "mistral-window": {"sliding_window": 7},
     "qwen2": {},
     "qwen3": {},
