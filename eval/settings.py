@@ -410,9 +410,7 @@ class CheckConfig(ServedTarget):
         target: The target model.
         target_gguf: The target's GGUF file, which llama.cpp serves. Default: --target if it is one, else it is written,
             of Llama-family models.
-        head: The head that the directory was exported from, to compare logits with. Of an acceptance head's directory
-            (specdec_pp), the drafter whose states it reads: a head, then with its --target, or a draft model.
-        acceptance: The acceptance head that the directory was exported from.
+        head: The head that the directory was exported from, to compare logits with.
         engine: own reads the files here; vllm and llamacpp serve the directory (a head, or a draft model) with the
             target, greedily.
         dtype: Type of the weights; auto is float32 on a CPU and beside a server, else the checkpoint's own.
@@ -433,7 +431,6 @@ class CheckConfig(ServedTarget):
     target: str | None = None
     target_gguf: Path | None = None
     head: str | None = None
-    acceptance: str | None = None
     engine: Literal["own", "vllm", "llamacpp"] = "own"
     engine_path: Path | None = None
     data: str | None = None

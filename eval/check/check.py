@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftsmith.data.console import print_table, print_text, table_from_cells
 from draftsmith.data.text.answers import spans
 from draftsmith.eval.check.record import against_model, differences, hashes_of
-from draftsmith.eval.check.states import StateSource, answered_prompts, state_source, states_after
+from draftsmith.eval.check.states import StateSource, answered_prompts, state_source
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
     STRONG,
@@ -38,8 +38,8 @@ from draftsmith.modules.formats.base import HeadFormat, ImportedHead, NotReadHer
 from draftsmith.modules.formats.foreign import builders, detect, head_kind, named_format, not_read_here
 from draftsmith.modules.formats.readings import TRAINER
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.directory import RECORD, foreign_package
-from draftsmith.modules.pretrained.heads import build_head, load_head, named_kind
+from draftsmith.modules.pretrained.directory import RECORD
+from draftsmith.modules.pretrained.heads import build_head, load_head
 from draftsmith.modules.pretrained.stitch import head_package, ships_mtp
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import InputError, SamplingParams
@@ -116,31 +116,29 @@ def run(config: CheckConfig) -> int:
         from draftsmith.eval.check.engine import run as serve
 
         return serve(config)
-    models = (config.target, config.head, config.loading)
     wanted: str = config.format
     # A checkpoint with a module is read for that alone: its other files may be links to the target's.
     if wanted == "auto" and (config.directory / "config.json").is_file() and ships_mtp(Checkpoint(config.directory)):
         wanted = MTP
     # All formats of a name read the same model: a missing --target is reported before the directory is read.
-    named = next((format for (name, _), format in formats().items() if name == wanted), None)
-    if named is not None:
-        source = state_source(named.predicts, *models)
-    if named is not None and wanted == MTP:
-        format, package = named, head_package(config.directory, MTP)
-    else:
-        package = foreign_package(config.directory)
+    source = state_source(False, config.target, None, config.loading) if wanted != "auto" else None
+    package = head_package(config.directory, wanted)
+    if wanted != MTP:
         if (error := not_read_here(package)) is not None:
             report = CheckReport(lacking=str(error))
             print_report(report, str(config.directory), wanted)
             return report.exit_code
-        if named is None:
-            source = state_source(head_kind(package) == AcceptanceHead.kind, *models)
-        format = detect(package, source.facts) if named is None else named_format(wanted, package)
-    if config.acceptance is not None and not format.predicts:
-        expected = f"none: this is {named_kind(format.kind)} head"
-        raise InputError("acceptance", config.acceptance, expected, "Pass --head in its place.")
-    trained = config.acceptance if format.predicts else config.head
-    head = original(trained, format.kind, source) if trained is not None else None
+        # A format that is named is not guessed.
+        of_acceptance = (wanted, AcceptanceHead.kind) in formats()
+        if of_acceptance or (wanted == "auto" and head_kind(package) == AcceptanceHead.kind):
+            found, remedy = f"{config.directory} as an acceptance head", "Import it, and measure it: eval bench."
+            raise InputError("directory", found, "a head that drafts, which servers load", remedy)
+    source = source or state_source(False, config.target, None, config.loading)
+    if wanted == MTP:
+        format = formats()[MTP, MTP]
+    else:
+        format = detect(package, source.facts) if wanted == "auto" else named_format(wanted, package)
+    head = original(config.head, format.kind, source) if config.head is not None else None
     report = check_head(package, format, source, head)
     print_report(report, str(config.directory), format.name)
     if wanted == "auto" and not report.lacking:
@@ -206,13 +204,12 @@ def check_head(
     elif like is not None:
         report.problems[:0] = differences(dataclasses.asdict(like.config), hashes_of(like.state), theirs, "trained")
     share = ROUNDED_SHARE if package.quantized and trained is None else LARGEST_SHARE
-    report.measures += measure(format, net, head, source, record is not None, trained, share) if forward else []
+    report.measures += measure(net, head, source, record is not None, trained, share) if forward else []
     return report
 
 
 @torch.inference_mode()
 def measure(
-    format: HeadFormat,
     theirs: Any,
     ours: Any | None,
     source: StateSource,
@@ -228,14 +225,6 @@ def measure(
     lm, heads = source.drafter.lm, [head for head in (theirs, ours) if head is not None]
     longest = min([lm.info.max_position, *(getattr(head.config, "max_position", 2**62) for head in heads)])
     texts = answered_prompts(lm, longest)
-    if format.predicts:
-        states = states_after(texts, source)
-        prob, *others = [torch.sigmoid(head.float()(states)) for head in heads]  # [N]
-        low, high = float(prob.min()), float(prob.max())
-        text = f"P(accept) from {low:.3f} to {high:.3f}"
-        measures = [Measure(f"{prob.numel()} states", f"{text}, not all the same", low < high)]
-        return measures + [difference(f"P(accept) of {prob.numel()} states", [(prob, other)]) for other in others]
-
     heads = [head.to(lm.device, lm.dtype).eval() for head in heads]
     final = (final_state(lm.info.num_layers),)
     variants = [HeadVariant("", "as it is", head, head.aux_layers or final) for head in heads]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-import torch
-from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.data.engines.served_target import load_target
@@ -86,8 +82,7 @@ def state_source(predicts: bool, target: str | None, draft: str | Path | None, l
     if not predicts:
         lm = named_target()
         return StateSource(FrozenDrafter(lm, lm.info.identity), facts_of(lm))
-    if draft is None:
-        raise InputError("head", "none", "the drafter whose hidden states the head reads", "Pass --head.")
+    assert draft is not None
     # A drafting head brings the target with it; a draft model is read alone.
     drafter = load_drafter(draft, named_target, lambda path: load_target(path, **{**loading, "server": None}))
     # An acceptance head reads states alone.
@@ -111,17 +106,6 @@ def facts_of(lm: CausalLM) -> TargetFacts:
     named = " and ".join(name for name, value in left_out.items() if value is not None)
     facts, tables = checkpoint_of(lm).facts, (embeddings.detach().cpu(), lm.lm_head_weight().cpu())
     return TargetFacts(facts.raw, *tables, lm.readout.scale, named)
-
-
-def states_after(texts: Sequence[Mapping[str, Any]], source: StateSource) -> Tensor:
-    """Return the draft's states [N, H] behind N tokens of answers, each as the first token of a draft, in float32."""
-    branches, states = source.drafter.branches(1), list[Tensor]()
-    for text in texts:
-        ids = text["input_ids"]
-        starts = list(range(max(text["loss_mask"].index(True), branches.min_start), len(ids)))
-        following = torch.tensor(ids, device=source.drafter.lm.device)[starts, None]
-        states.append(source.drafter.read(ids).open(branches, len(ids)).states(starts, following)[:, 1])
-    return torch.cat(states).float().cpu()
 
 
 def answered_prompts(lm: CausalLM, longest: int) -> list[dict[str, Any]]:

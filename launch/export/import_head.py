@@ -293,17 +293,17 @@ def _print_result(config: ImportConfig, format: HeadFormat, imported: ImportedHe
 
 def _print_next(config: ImportConfig, format: HeadFormat, imported: ImportedHead) -> None:
     """Print the next commands."""
-    flag = "head" if format.predicts else "target"
-    out, given = shlex.quote(str(config.output)), getattr(config, flag)
-    path = shlex.quote(given) if given else flag.upper()
+    out, given = shlex.quote(str(config.output)), config.head if format.predicts else config.target
     print_text("Next:")
-    if not imported.problems:
-        print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
-    elif format.holds(imported.config):
-        print_text(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
     if format.predicts:
-        models, method = f"--target TARGET --head {path} --acceptance {out}", "specdec++:h=0.7"
-    else:
-        count = num_drafted(None, format.kind, getattr(imported.config, "drafts", None))
-        models, method = f"--target {path} --head {out}", f"{format.kind}:k={count}"
-    print_text(f"  draftsmith eval bench {models} --methods {method} --data FILE")
+        models = f"--target TARGET --head {shlex.quote(given) if given else 'HEAD'} --acceptance {out}"
+        print_text(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --data FILE")
+        return
+    path = shlex.quote(given) if given else "TARGET"
+    if not imported.problems:
+        print_text(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --target {path}")
+    elif format.holds(imported.config):
+        print_text(f"  draftsmith export --format {format.name} --head {out} --target {path} --output DIR")
+    count = num_drafted(None, format.kind, getattr(imported.config, "drafts", None))
+    method = f"{format.kind}:k={count}"
+    print_text(f"  draftsmith eval bench --target {path} --head {out} --methods {method} --data FILE")

@@ -1,4 +1,4 @@
-"""Acceptance heads of SpecDec_pp, from the settings of `import` and `check` to the files."""
+"""Acceptance heads of SpecDec_pp, from the settings of `import` to the files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.pretrained.heads import load_head, save_head
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.heads import load_head
 from draftsmith.modules.types import InputError
 
 SIZE, COUNT = 32, 3
@@ -59,13 +57,10 @@ def test_a_head_of_specdec_pp_is_imported_with_its_loss_weight(theirs, draft, tm
         export(ExportConfig(format="vllm", head=tmp_path / "ours", output=tmp_path / "out"))
 
 
-def test_a_head_of_specdec_pp_is_checked_on_a_draft_models_states_or_a_drafting_heads(theirs, draft, tmp_path):
+def test_a_head_of_specdec_pp_is_imported_with_its_draft_and_not_checked(theirs, draft, tmp_path):
     directory, _ = theirs
-    eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(load_lm(draft).config)), {}, "card")
-    for models in ({"head": draft}, {"target": draft, "head": str(eagle)}):
-        for format in ("auto", "specdec_pp"):
-            assert check(CheckConfig(directory=directory, format=format, **models)) == 0
-    with pytest.raises(InputError, match="head: found none"):
-        check(CheckConfig(directory=directory, target=draft))
+    for format in ("auto", "specdec_pp"):
+        with pytest.raises(InputError, match=r"directory: found .* as an acceptance head, expected a head that drafts"):
+            check(CheckConfig(directory=directory, format=format, target=draft))
     with pytest.raises(InputError, match="target: found"):
         import_head(ImportConfig(directory=str(directory), output=tmp_path / "ours", target=draft))
