@@ -195,7 +195,7 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
     from draftsmith.launch.arguments import parse
 
     command, defaults = COMMANDS[name], {}
-    if command.drafter is not None and "--plan" in args:
+    if command.drafter is not None and any(word.partition("=")[0] == "--plan" for word in args):
         from draftsmith.train.config import NO_DATA
 
         defaults = {"data": NO_DATA}  # a plan can be made before there is data
