@@ -244,9 +244,6 @@ class LitAcceptance(LitHead):
         config = self.head.config
         return acceptance_loss(predicted(self.head, inputs.hidden), inputs.accept_prob, config.w_acc, config.w_rej)
 
-    def flops(self, batch: MicroBatch) -> float:
-        return 0.0
-
     def on_validation_epoch_start(self) -> None:
         self._rows = [torch.empty(0, 4, device=next(self.head.parameters()).device)]
 

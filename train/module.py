@@ -42,7 +42,7 @@ from draftsmith.train.features import FeatureSource, feature_std
 from draftsmith.train.metrics import BadSteps, Means, num_ranks, rank, say_on_rank_zero, sum_over_ranks
 from draftsmith.train.optimizers import lr_share, make_optimizer
 from draftsmith.train.strategies import resolve_precision
-from draftsmith.train.tracking import Telemetry, features_flops
+from draftsmith.train.tracking import Telemetry
 
 # Signals that stop training after the current step. If ranks received different ones, the first in this list wins.
 # SIGUSR1 is SLURM's warning before the time limit (callbacks.py).
@@ -119,11 +119,6 @@ class LitHead(pl.LightningModule):
             InputError: there is nothing to measure.
         """
 
-    @abstractmethod
-    def flops(self, batch: MicroBatch) -> float:
-        """Return the model FLOPs of forward and backward, and of the frozen model where it runs in the step, computed
-        from shapes (no device sync); 0 if the head defines none."""
-
     def costs(self) -> dict[str, float]:
         """Return further costs of the steps since the last call; every rank calls it."""
         return {}
@@ -161,8 +156,14 @@ class LitHead(pl.LightningModule):
         return batch.to(device) if isinstance(batch, MicroBatch) else batch
 
     def training_step(self, parts: list[MicroBatch], batch_idx: int) -> None:
+        """Take one optimizer step, and log."""
+        with self.telemetry.step(parts):
+            self.take_step(parts)
+        if self.logs(self.trainer.global_step):
+            self.log_step()
+
+    def take_step(self, parts: list[MicroBatch]) -> None:
         """Take one optimizer step on the mean loss over all of its tokens, on all ranks and in all micro-batches."""
-        self.telemetry.begin(parts, self.flops)
         optimizer, ranks, done = cast(Any, self.optimizers()), num_ranks(), self.trainer.global_step
         tokens = self.agree(float(sum(part.tokens for part in parts)))
         config = self.config
@@ -208,9 +209,6 @@ class LitHead(pl.LightningModule):
 
         optimizer.step()
         optimizer.zero_grad()
-        self.telemetry.end()
-        if self.logs(done + 1):
-            self.log_step()
 
     def agree(self, tokens: float) -> float:
         """Return the step's number of tokens over all ranks, 1 for none; agree on the training's planned length."""
@@ -351,6 +349,7 @@ class LitHead(pl.LightningModule):
     def on_validation_end(self) -> None:
         self._whole.close()
         self.telemetry.resume()
+        self.telemetry.count_again()
 
     # -- checkpoints
 
@@ -451,14 +450,6 @@ class LitDrafter(LitHead):
         if not metrics:
             raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
         return metrics
-
-    def flops(self, batch: MicroBatch) -> float:
-        head = self.head
-        step = dataclasses.replace(self.train_step(batch), lengths=batch.real_lengths)
-        target_flops = features_flops(self.target, step.lengths) if batch.data.features is None else 0.0
-        rows = head.logit_rows(batch.data, self.settings) if batch.logit_rows is None else batch.logit_rows
-        head_flops = head.flops(self.settings, step, rows)
-        return head_flops and target_flops + head_flops
 
     def costs(self) -> dict[str, float]:
         return {} if self.source.stream is None else self.source.stream.costs(self.device)

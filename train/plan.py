@@ -2,7 +2,8 @@
 
 Parameters come from config.json: modules are built on torch's meta device and no weights are read. Documents come from
 the artifact's index, or from an assumption. ZeRO's formulas (Rajbhandari et al. 2020, section 5) share weights,
-gradients and optimizer state out over the ranks. Activations are estimated from the head's layers.
+gradients and optimizer state out over the ranks. Activations are estimated from the head's layers. FLOPs are those that
+torch counts in a step on the meta device.
 """
 
 from __future__ import annotations
@@ -12,32 +13,33 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.data.console import Column, Table, add_result, print_facts, print_table, print_text
+from draftsmith.data.console import add_result, print_facts, print_text
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
-from draftsmith.data.store.datasets import cut_lengths, open_dataset
+from draftsmith.data.store.datasets import cut_lengths, open_dataset, pack_features
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import MANIFEST, Manifest
-from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, DraftHead, TrainStep
+from draftsmith.modules.drafters.block.head import BlockHead
 from draftsmith.modules.engine.lean import MLP_ROWS
-from draftsmith.modules.formats import formats_of
-from draftsmith.modules.formats.quantized import served_memory
 from draftsmith.modules.layers import LlamaModel
 from draftsmith.modules.llama_config import LlamaConfig, layers_of
 from draftsmith.modules.losses import row_chunks
 from draftsmith.modules.pretrained.auto import auto_class, text_part
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
-from draftsmith.modules.pretrained.heads import stored_tensors
 from draftsmith.modules.pretrained.models import weight_type
+from draftsmith.modules.targets.base import ModelInfo
+from draftsmith.modules.targets.outer import OuterLM, OuterWeights
+from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError, describe_error
-from draftsmith.train.config import MOST, NO_DATA, TrainDrafterConfig
+from draftsmith.train.config import MOST, NO_DATA, Strategy, TrainDrafterConfig
 from draftsmith.train.data import Order, cut_spans
 from draftsmith.train.features import TOKENS_READ, TOKENS_READ_ON_GPU
 from draftsmith.train.optimizers import hidden_matrices
@@ -50,24 +52,13 @@ STEPS_LOOKED_AT = 2000
 # Samples of an artifact that does not exist yet, their tokens, and the share that the loss counts.
 ASSUMED_SAMPLES, ASSUMED_TOKENS = 60_000, 512
 ASSUMED_LOSS_SHARE = 0.6
-# FLOPs of an epoch are extrapolated from about this many of its documents, from the shortest to the longest.
-COUNTED_DOCUMENTS = 32
 # float32 tensors the size of a chunk of logits that a loss holds at once: both models' logits, and their softmax.
 CHUNK_TENSORS = 4
 # A frozen layer's hidden states, projections and attention output, in multiples of its hidden size.
 FROZEN_WIDTHS = 7
 # Ids, places, masks of a token.
 BATCH_BYTES = 32
-# Layouts that the table compares: strategy -> column title.
-LAYOUTS = {
-    "one process": "alone",
-    "ddp": "ddp",
-    "deepspeed_stage_1": "zero-1",
-    "deepspeed_stage_2": "zero-2",
-    "deepspeed_stage_3": "zero-3",
-    "deepspeed_stage_2_offload": "z2-off",
-    "deepspeed_stage_3_offload": "z3-off",
-}
+ALONE = "one process"
 
 
 @dataclass(frozen=True)
@@ -103,11 +94,11 @@ def training_documents(config: TrainDrafterConfig, context: int, num_lost_rows: 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Costs of a training, in bytes, elements, tokens and model FLOPs.
+    """Costs of a training, in bytes, elements, tokens and FLOPs.
 
-    part_tokens: most that a rank computes at once, padding included. memories: `rank_memory` by strategy. disk_bytes:
-    most on the disk at a time. feature_bytes: dtype -> bytes on disk, empty for heads that read no features. served:
-    memory of the head on a server. reasons: what the head has otherwise than the target.
+    step_flops: None where they cannot be counted. part_tokens: most that a rank computes at once, padding included.
+    process: memory by part, in one process without a strategy. disk_bytes: most on the disk at a time. feature_bytes:
+    dtype -> bytes on disk, empty for heads that read no features.
     """
 
     trained: int
@@ -116,20 +107,22 @@ class TrainingPlan:
     world: int
     steps_per_epoch: int
     steps: int
-    step_flops: float
+    step_flops: float | None
     part_tokens: int
     strategy: str
-    memories: dict[str, dict[str, int]]
+    process: dict[str, int]
     checkpoint_bytes: int
     disk_bytes: int
     feature_bytes: dict[str, int]
-    served: str
-    reasons: tuple[str, ...]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Memory of a rank by part."""
+        return rank_memory(self.process, self.strategy, self.world)
 
     @property
     def peak(self) -> int:
-        """Memory of a rank under the configured strategy."""
-        return self.memories[self.strategy]["peak"]
+        return self.memory["peak"]
 
 
 def meta_target(checkpoint: Checkpoint, outer: bool) -> nn.Module:
@@ -222,25 +215,17 @@ def plan_of(
             largest = max(largest, part, key=lambda own: (sum(own), max(own)))
     part_tokens = sum(largest)
 
-    # Memory of a rank under each strategy.
+    # Memory of a rank, and a step's FLOPs.
     read_in_step = feature_size > 0 and not stored and not served
     process = process_bytes(config, target, width, shape, head, documents, largest, feature_size, read_in_step)
     strategy = str(config.strategy)
     if strategy == "auto":
-        strategy = "ddp" if world > 1 else "one process"
-    shown = [key for key in LAYOUTS if key != "one process" or world == 1 or key == strategy]
+        strategy = "ddp" if world > 1 else ALONE
+    tokens = sum(documents.lengths)
+    text_flops = count_flops(config, shape, head, documents, feature_size, read_in_step)
+    step_flops = text_flops and text_flops * len(documents.lengths) / order.steps_per_epoch
 
-    # FLOPs at the end of the training, when all passes run.
-    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
-    lengths = sorted(documents.lengths)[apart // 2 :: apart]
-    _, predictions = head.loss_memory(
-        config, [(0, length, length) for length in lengths], documents.loss_share, FLOAT32
-    )
-    step_flops = head.flops(config, TrainStep(MOST, MOST, lengths, ()), round(predictions))
-    if read_in_step:
-        step_flops += flops.layers_forward(shape, lengths)
-
-    (_, checkpoint, disk_bytes), tokens = saved_bytes(config, head), sum(documents.lengths)
+    _, checkpoint, disk_bytes = saved_bytes(config, head)
     per_token = {dtype: token_bytes(feature_size, dtype) + INDEX_BYTES_PER_TOKEN for dtype in ("bf16", "fp8")}
     return TrainingPlan(
         trained=process["weights"] // FLOAT32,
@@ -249,16 +234,50 @@ def plan_of(
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
-        step_flops=step_flops * tokens / sum(lengths) / order.steps_per_epoch,
+        step_flops=step_flops,
         part_tokens=part_tokens,
         strategy=strategy,
-        memories={key: rank_memory(process, key, world) for key in shown},
+        process=process,
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
         feature_bytes={dtype: tokens * size for dtype, size in per_token.items()} if feature_size else {},
-        served=served_memory(stored_tensors(head), any(one.eight_bits for one in formats_of(config.kind))),
-        reasons=() if config.drafter.own_layer else shape.reasons,
     )
+
+
+def count_flops(
+    config: TrainDrafterConfig,
+    shape: LlamaConfig,
+    head: DraftHead,
+    documents: TrainingDocuments,
+    feature_size: int,
+    read_in_step: bool,
+) -> float | None:
+    """Count the FLOPs of loss and gradient of a text of the mean length; None if the loss has to see its numbers.
+
+    Arguments as of `process_bytes`.
+    """
+    length = round(sum(documents.lengths) / len(documents.lengths))
+    ids, begin = torch.zeros(length, dtype=torch.int64), round((1 - documents.loss_share) * length)
+    text: Any = pack_features([{"input_ids": ids, "loss_mask": torch.arange(length) >= begin}])
+    rows, count = head.logit_rows(text, config), head.loss_count(text, config)
+    step = TrainStep(MOST, MOST, [length], [0], feature_std=0.0, logged=False, logit_rows=rows, loss_count=count)
+    # The host places the blocks of a block drafter.
+    on_host = {"loss_mask"} if isinstance(head, BlockHead) else set()
+    tensors = {name: value for name, value in vars(text).items() if isinstance(value, Tensor) and name not in on_host}
+    moved = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
+    batch = dataclasses.replace(text, **moved, features=torch.empty(1, length, feature_size, device="meta"))
+    weight = torch.empty(shape.vocab_size, shape.hidden_size, device="meta")
+    info = ModelInfo(shape.hidden_size, shape.vocab_size, shape.num_layers, shape.max_position, (), {})
+    target = OuterLM(OuterWeights(weight, weight), info, Readout())
+    try:
+        with FlopCounterMode(display=False) as counter:
+            if read_in_step:
+                with torch.device("meta"), torch.no_grad():
+                    LlamaModel(shape).features(batch.input_ids)
+            head.loss(batch, target, config, step).loss.backward()
+    except RuntimeError:
+        return None
+    return float(counter.get_total_flops())
 
 
 def process_bytes(
@@ -352,41 +371,29 @@ def rank_memory(process: dict[str, int], strategy: str, world: int) -> dict[str,
 
 
 def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
-    """Print the plan: facts, and a table of a rank's memory with a row per part and a column per strategy."""
+    """Print the plan."""
     plan = plan_of(config, target)
-    documents, tokens = plan.documents, sum(plan.documents.lengths)
+    documents, tokens, flops = plan.documents, sum(plan.documents.lengths), plan.step_flops
     per_step = tokens / plan.steps_per_epoch
+    parts = [f"{name} {short(size)}B" for name, size in plan.memory.items() if size and name != "peak"]
     facts = {
         "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
         "steps": f"{plan.steps:,} steps of {per_step:,.0f} tokens, {plan.steps / plan.steps_per_epoch:.3g} epochs",
-        "compute": f"{short(plan.step_flops)}FLOPs a step, {short(plan.step_flops * plan.steps)}FLOPs in all",
+        "compute": flops and f"{short(flops)}FLOPs a step, {short(flops * plan.steps)}FLOPs in all",
         "largest part": f"{plan.part_tokens:,} tokens at once, on {plan.world} ranks in {config.accumulate} parts",
+        "memory of a rank": f"{short(plan.peak)}B with {plan.strategy}: {', '.join(parts)}",
         "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",
         "features": ", ".join(f"{short(size)}B in {dtype}" for dtype, size in plan.feature_bytes.items()) or None,
-        "on a server": plan.served,
     }
     print_facts(facts, f"{config.kind} head for {config.target}, planned from its config.json")
-    for reason in plan.reasons:
+    for reason in () if config.drafter.own_layer else target.shape.reasons:
         print_text(f"The head has {reason}.")
-
-    unit, divisor, digits = ("GB", 1e9, 2) if plan.peak >= 1e10 else ("MB", 1e6, 0)
-    titles = {key: LAYOUTS[key] + ("*" if key == plan.strategy else "") for key in plan.memories}
-    rows: list[dict[str, Any]] = []
-    for part in plan.memories[plan.strategy]:
-        sizes = {title: plan.memories[key][part] / divisor for key, title in titles.items()}
-        if any(sizes.values()):
-            cells = {title: f"{size:,.{digits}f}" for title, size in sizes.items()}
-            rows.append({"part": part, **cells, "peak": part == "peak"})
-    columns = [Column("part", "part"), *(Column(title, title, ">") for title in titles.values())]
-    title = f"Memory of a rank, {unit}; * as configured, off: with offload to host memory"
-    print_table(Table("memory", title, columns, rows), bold="peak")
     print_text(verdict(plan, config))
     hours, sentence = training_hours(plan, config)
     print_text(sentence)
     values = dataclasses.asdict(plan) | {"documents": {"source": documents.source, "tokens": tokens}}
-    values |= {"hours": hours, "memories": {LAYOUTS[key]: memory for key, memory in plan.memories.items()}}
-    add_result(**values)
+    add_result(**values, memory=plan.memory, hours=hours)
 
 
 def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
@@ -402,8 +409,9 @@ def verdict(plan: TrainingPlan, config: TrainDrafterConfig) -> str:
         return "Pass --plan-gb to see whether a rank fits into its device."
     if plan.peak <= budget:
         return f"Fits: a rank needs {short(plan.peak)}B of {short(budget)}B."
-    remedies = [f"--strategy {key}" for key, memory in plan.memories.items() if memory["peak"] <= budget]
-    activations = plan.memories[plan.strategy]["activations"]
+    others = (key for key in get_args(Strategy) if key != "auto")
+    fitting = next((key for key in others if rank_memory(plan.process, key, plan.world)["peak"] <= budget), None)
+    remedies, activations = [f"--strategy {fitting}"] if fitting else [], plan.process["activations"]
     left = budget - (plan.peak - activations)
     if left > 0:
         remedies.append(f"--accumulate {config.accumulate * math.ceil(activations / left)}")
@@ -417,6 +425,8 @@ def training_hours(plan: TrainingPlan, config: TrainDrafterConfig) -> tuple[floa
         return config.minutes / 60, f"Takes {config.minutes:g} minutes, as --minutes says."
     if config.plan_tflops is None:
         return None, "Pass --plan-tflops, a device's speed in training, to see how long it takes."
+    if plan.step_flops is None:
+        return None, "Its FLOPs cannot be counted beforehand: train some steps to see how long it takes."
     speed = config.plan_tflops * 1e12
     hours = plan.step_flops * plan.steps / plan.world / speed / 3600
     span = f"{max(1, 60 * hours):.0f} min"

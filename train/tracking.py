@@ -14,9 +14,10 @@ import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -24,13 +25,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loggers.wandb import WandbLogger
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.data.store.manifest import resolved
-from draftsmith.modules import flops
-from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.files import append, copy_file, make_directory, write_text
 from draftsmith.modules.pretrained.reading import metric_rows, read_object
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig, has_wandb_key
 from draftsmith.train.data import MicroBatch
@@ -255,18 +254,6 @@ def make_loggers(
 # -- cost of training steps
 
 
-def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of a frozen model's forward over documents of these lengths, without logits."""
-    config = getattr(model, "config", None)
-    if isinstance(config, LlamaConfig):
-        return flops.layers_forward(config, lengths)
-    # A transformers model (targets/hf.py).
-    base = cast(Any, model).model.base_model
-    embeddings = base.get_input_embeddings().weight.numel()
-    # Each parameter once for each token, without attention.
-    return 2.0 * (sum(p.numel() for p in base.parameters()) - embeddings) * sum(lengths)
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far in 1e9 bytes: torch's on a GPU, else that of the process."""
     if device.type == "cuda":
@@ -288,8 +275,10 @@ class StepWindow:
 
 
 class Telemetry:
-    """Work and time of a rank's steps: tokens and FLOPs from shapes, time from the host, without validation and saving.
+    """Work and time of a rank's steps: tokens from shapes, time from the host, without validation and saving.
 
+    FLOPs are those that torch counts in the first step, and in the first one behind each validation, in proportion to
+    the batches' slots: forward, backward and the frozen model where it runs in the step, as the kernels compute them.
     Nothing here waits for a device. The time of a window is right on a GPU too: the losses are read back when a window
     ends, and that waits for everything before. count_flops: None for GPUs only.
     """
@@ -297,6 +286,7 @@ class Telemetry:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, count_flops: bool | None = None):
         self._clock, self._count_flops = clock, count_flops
         self._window, self._mark = StepWindow(), 0.0
+        self.flops_of_slot: float | None = None
 
     def start(self, device: torch.device) -> None:
         """Start the clock."""
@@ -304,20 +294,28 @@ class Telemetry:
             self._count_flops = device.type == "cuda"
         self.resume()
 
-    def begin(self, parts: Sequence[MicroBatch], flops: Callable[[MicroBatch], float]) -> None:
-        """Begin a step; flops: returns those of a part."""
+    @contextmanager
+    def step(self, parts: Sequence[MicroBatch]) -> Iterator[None]:
+        """Measure a step."""
         window = self._window
         # The time since the last step was spent waiting for this one's batch.
         window.waited_s += self._pass()
-        for part in parts:
-            window.tokens += sum(part.real_lengths)
-            # With padding: the size of the first tensor, the ids.
-            window.slots += next(v.numel() for v in vars(part.data).values() if isinstance(v, Tensor))
-            window.flops += flops(part) if self._count_flops else 0.0
-
-    def end(self) -> None:
+        # With padding: the size of the first tensor, the ids.
+        slots = sum(next(v.numel() for v in vars(part.data).values() if isinstance(v, Tensor)) for part in parts)
+        counter = FlopCounterMode(display=False) if self._count_flops and self.flops_of_slot is None else None
+        with counter or nullcontext():
+            yield
+        if counter is not None:
+            self.flops_of_slot = counter.get_total_flops() / slots
+        window.tokens += sum(sum(part.real_lengths) for part in parts)
+        window.slots += slots
+        window.flops += slots * (self.flops_of_slot or 0.0)
         self._pass()
-        self._window.steps += 1
+        window.steps += 1
+
+    def count_again(self) -> None:
+        """Count the FLOPs of the next step: the number of passes may change in the course of a training."""
+        self.flops_of_slot = None
 
     def resume(self) -> None:
         """Start to count time again, after the work between steps."""
@@ -346,7 +344,6 @@ class Telemetry:
             "real_tokens": tokens / slots,
             "memory_gb": float(rows[:, 6].max()),
         }
-        # FLOPs are 0 for a head that does not count them.
         return metrics | ({"tflops": total_flops / worked / 1e12} if total_flops else {})
 
     def _pass(self) -> float:

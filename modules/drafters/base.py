@@ -93,8 +93,7 @@ SettingsT = TypeVar("SettingsT", bound=HeadSettings)
 class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     """A trained drafter: its network, its loss, and how it drafts. `__init__` takes its config and random weights.
 
-    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `net`; `flops` adds its
-    cost to the telemetry and the plan.
+    A new head defines `kind`, `Config`, `Settings`, `new_config`, `loss_count`, `loss` and `net`.
 
     kind: its name in config.json and on the command line. title: its name in model cards; empty for `KIND head`.
     Config: class of `config` (`HeadConfig`).
@@ -198,13 +197,6 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     def logit_rows(cls, batch: FeatureBatch, settings: SettingsT) -> int:
         """Return the number of positions that `loss` makes logits for."""
         return int(cls.loss_count(batch, settings))
-
-    def flops(self, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
-        """Return the model FLOPs (modules/flops.py) of loss and gradient, from features that are there; 0 if unknown.
-
-        step: with the lengths of the sequences.
-        """
-        return 0.0
 
     def loss_memory(self, settings: SettingsT, parts: DocumentParts, share: float, width: int) -> tuple[float, float]:
         """Estimate the bytes that autograd keeps of a span's loss, its logits apart, and its number of predictions.

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents
 from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
@@ -215,11 +214,6 @@ class DraftModelHead(DraftHead[DraftConfig, DraftModelSettings]):
             sums |= {"top1": compared.right.sum(), "accepted": compared.accepted.sum()}
         count = torch.full((), len(rows), device=own.device)
         return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
-
-    def flops(self, settings: DraftModelSettings, step: TrainStep, logit_rows: int) -> float:
-        llama, logits = self.config.llama, 1 + (flops.TRAINED if settings.train_embeddings else flops.FROZEN_PASSING)
-        layers = flops.TRAINED * flops.layers_forward(llama, step.lengths)
-        return layers + logits * flops.linear(llama.hidden_size, llama.vocab_size, logit_rows)
 
     # -- drafter
 

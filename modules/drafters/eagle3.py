@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,6 @@ class Eagle3Head(VocabularyHead, UnrolledHead[Eagle3Config, Eagle3Settings]):
     kind, title = "eagle3", "EAGLE-3 head"
     drafts = ("chain", "tree", "static")
     Config, Settings = Eagle3Config, Eagle3Settings
-    fuses_once: ClassVar[bool] = True
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

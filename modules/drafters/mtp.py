@@ -82,14 +82,6 @@ class MtpHead(UnrolledHead[MtpConfig, MtpSettings]):
     def rotary_tables(self) -> tuple[Tensor, Tensor]:
         return self.cos, self.sin
 
-    @property
-    def fusion(self) -> nn.Linear:
-        return self.eh_proj
-
-    @property
-    def chosen_experts(self) -> int:
-        return self.config.layer.get("num_experts_per_tok", 1)
-
     def fuse(self, embeds: Tensor, states: Tensor) -> Tensor:
         return self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
 

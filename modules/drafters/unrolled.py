@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.modules import flops
 from draftsmith.modules.attention import Documents, Entry, attend_entries
 from draftsmith.modules.drafters.base import TrainStep, documents_of
 from draftsmith.modules.drafters.feature_heads import FeatureHead
@@ -141,18 +140,6 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
 
     depth_option: ClassVar[str] = "ttt_steps"
     takes_spans: ClassVar[bool] = True
-    # What `fusion` reads is there before the first pass, and no pass changes it.
-    fuses_once: ClassVar[bool] = False
-
-    @property
-    def chosen_experts(self) -> int:
-        """Experts that a token meets, of those stacked in a layer's weights."""
-        return 1
-
-    @property
-    def fusion(self) -> nn.Linear:
-        """Linear layer that maps the joined embeddings and states to the head's width."""
-        return self.fc
 
     @property
     def tokens(self) -> Tensor | None:
@@ -249,24 +236,6 @@ class UnrolledHead(FeatureHead[ConfigT, SettingsT]):
     @classmethod
     def logit_rows(cls, batch: FeatureBatch, settings: SettingsT) -> int:
         return int(counted(batch, settings.token_mask).sum())
-
-    def flops(self, settings: SettingsT, step: TrainStep, logit_rows: int) -> float:
-        """Later passes cost what the first does; the entries that they see beside the first one's, which are few, are
-        left out."""
-        llama, rows, passes = self.config.llama, sum(step.lengths), settings.num_ttt_steps(step)
-        fused, output = flops.matrices(self.fusion, rows), self.output_weight
-        layers = flops.matrices(self, rows, self.chosen_experts) - fused
-        layers -= 0 if output is None else flops.linear(output.numel(), 1, rows)
-        layers += llama.num_layers * flops.attention(llama, flops.causal_pairs(step.lengths, llama.sliding_window))
-        # The first fusion reads what needs no gradient.
-        read = flops.TRAINED_FIRST * fused + (0 if self.fuses_once else flops.TRAINED * (passes - 1) * fused)
-        # The target's logits, and those of each pass.
-        size, known = llama.hidden_size, llama.vocab_size if self.tokens is None else len(self.tokens)
-        whole = step.logged or self.tokens is None or self.drops_unknown(settings)
-        logits = flops.linear(size, llama.vocab_size if whole else known, logit_rows)
-        trained = output is not None and output.requires_grad
-        logits += passes * (flops.TRAINED if trained else flops.FROZEN_PASSING) * flops.linear(size, known, logit_rows)
-        return flops.TRAINED * passes * layers + read + logits
 
     def training_states(self, states: Tensor, batch: FeatureBatch, settings: SettingsT, step: TrainStep) -> Tensor:
         """Return what a training step reads in the place of the batch's states [B, T, F]."""

@@ -23,9 +23,7 @@ from worlds import tiny_llama_dir
 
 import draftsmith
 from draftsmith.data.store.datasets import collate_features, open_dataset, pack_features
-from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleHead, noise_like
-from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
 from draftsmith.train.command import run
@@ -433,19 +431,3 @@ def test_the_amount_of_supervision_is_logged_and_recorded(artifacts, eagle_run, 
     shown = capsys.readouterr().err
     assert f"data: {len(lengths)} answers with {sum(lengths)} tokens, a median of" in shown
     assert shown.partition("step 1/1")[0].count("fewer than 60,000") == 1
-
-
-def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artifacts, tmp_path):
-    module, batch = a_module(artifacts, tmp_path), a_part(artifacts, [0, 1, 5])
-    filler = dataclasses.replace(batch, keys=(*batch.keys[:2], dataclasses.replace(batch.keys[2], filler=True)))
-
-    def expected(lengths):
-        return module.head.flops(module.settings, TrainStep(1, 1, lengths, ()), batch.tokens)
-
-    once = module.flops(batch)
-    assert once == expected(batch.lengths) and module.flops(filler) == expected(batch.lengths[:2])
-    change(module, ttt_steps=3)
-    assert module.flops(batch) == expected(batch.lengths) > 2 * once
-    online = dataclasses.replace(batch, data=dataclasses.replace(batch.data, features=None))
-    target_flops = layers_forward(module.target.config, batch.lengths)
-    assert module.flops(online) - module.flops(batch) == pytest.approx(target_flops)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import shutil
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -24,16 +24,16 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train import prepare
 from draftsmith.train.command import run
-from draftsmith.train.config import TrainDrafterConfig, drafter_config
+from draftsmith.train.config import Strategy, TrainDrafterConfig, drafter_config
 from draftsmith.train.plan import (
     FLOAT32,
-    LAYOUTS,
     parts_in,
     plan_of,
     rank_memory,
     training_hours,
     verdict,
 )
+from draftsmith.train.tracking import Telemetry
 
 
 def eagle_config(artifacts, output: Path, **changes) -> TrainDrafterConfig:
@@ -53,11 +53,8 @@ def test_an_eagle_plan_counts_what_the_training_does(artifacts, tmp_path, change
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
-    module.trainer = data.trainer = SimpleNamespace(datamodule=data, global_step=0)
+    data.trainer = SimpleNamespace(datamodule=data, global_step=0)
     parts = list(chain.from_iterable(data.train_dataloader()))[: plan.steps_per_epoch]
-    if len(parts) == plan.steps_per_epoch:  # FLOPs of real batches, whose share of answers varies a little
-        epoch = sum(module.flops(part) for part in parts)
-        assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.03)
     tokens = [part.data.input_ids.numel() for part in parts]
     assert plan.part_tokens >= max(tokens)
 
@@ -94,20 +91,46 @@ def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(art
     assert not output.exists()
 
 
-def test_the_command_prints_a_table_that_fits_and_its_numbers(artifacts, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_command_prints_the_memory_of_the_strategy(artifacts, capsys):
     words = ["train", "eagle", "--plan", "--output", "none", "--config", "eagle-embedded", "--devices", "4"]
     words += ["--strategy", "deepspeed_stage_2"]
     words += ["--target", str(artifacts.target), "--data", str(artifacts.responses)]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the model
-    assert "zero-2*" in out and "peak" in out and "alone" not in out
+    assert "with deepspeed_stage_2" in out and "optimizer" in out
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["world"] == 4 and plan["documents"]["source"] == str(artifacts.responses)
-    assert plan["memories"]["zero-2"]["libraries"] > 0
-    assert plan["served"] == "0.0 MB"  # of layers that no kernel of 8 bits takes
+    assert plan["memory"]["libraries"] > 0 and plan["memory"]["optimizer"] < plan["process"]["optimizer"]
+
+
+def test_a_plan_counts_the_flops_of_its_formula_and_of_the_steps_taken(artifacts, tmp_path):
+    """6 for each weight and token, of the fusion 4, whose inputs need no gradient; 6 for each weight of lm_head and
+    token that counts: its logits, the target's, and a gradient of the inputs."""
+    config = eagle_config(artifacts, tmp_path / "run", data=artifacts.features, max_steps=2, batch_size=12)
+    plan = plan_of(config)
+    module, data = prepare.prepare(config)
+    layers, fused = (sum(w.numel() for w in part.parameters() if w.ndim > 1) for part in (module.head, module.head.fc))
+    vocabulary = module.target.info.vocab_size * module.target.info.hidden_size
+    tokens = sum(plan.documents.lengths) / plan.steps_per_epoch
+    products = tokens * (6 * layers - 2 * fused + 6 * vocabulary * plan.documents.loss_share)
+    assert products < plan.step_flops < 1.35 * products  # attention, of texts longer than the head is wide
+    module.telemetry = Telemetry(count_flops=True)
+    draftsmith.fit(module, data)
+    # On a CPU without attention, whose kernel torch's counter does not know, and with padding.
+    step = module.logged["cost/tflops"] * 1e12 / module.logged["cost/steps_per_s"]
+    assert 0.65 * plan.step_flops < step < plan.step_flops
+
+
+def test_block_drafters_and_those_whose_features_are_read_in_the_step_are_counted(artifacts, tmp_path):
+    """A target that is here reads the text: 2 for each weight and token."""
+    data = {"data": artifacts.responses, "target": str(artifacts.target), "output": tmp_path, "layers": (0, 1)}
+    eagle3, dspark = (plan_of(drafter_config(kind)(**data)) for kind in ("eagle3", "dspark"))
+    served = plan_of(drafter_config("eagle3")(**data, server="http://127.0.0.1:9"))
+    assert dspark.step_flops > 0
+    tokens = sum(served.documents.lengths) / served.steps_per_epoch
+    read = 2 * tokens * (eagle3.frozen - served.frozen)
+    assert read < eagle3.step_flops - served.step_flops < 1.35 * read
 
 
 def test_without_data_a_plan_states_its_assumption(tmp_path, capsys, monkeypatch):
@@ -126,7 +149,7 @@ def test_without_data_a_plan_states_its_assumption(tmp_path, capsys, monkeypatch
     assert "assumed: 60,000 samples of 512 tokens:" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("strategy", list(LAYOUTS)[2:])
+@pytest.mark.parametrize("strategy", list(get_args(Strategy))[2:])
 def test_what_zero_shares_out_adds_up_over_the_ranks(strategy):
     """Rajbhandari et al. 2020, figure 1: each stage shares out one more of optimizer state, gradients, weights."""
     whole, ranks = FLOAT32 * 1000, 4
@@ -186,28 +209,11 @@ def test_fine_tuning_is_planned_with_the_heads_own_shape(artifacts, tmp_path):
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40
 
 
-def test_a_training_runs_on_a_machine_without_proc(artifacts, tmp_path, monkeypatch):
-    """Such as a Mac."""
-    opened = io.open
-
-    def open_elsewhere(file, *args, **options):
-        if str(file).startswith("/proc"):
-            raise FileNotFoundError(file)
-        return opened(file, *args, **options)
-
-    monkeypatch.setattr(io, "open", open_elsewhere)
-    monkeypatch.setattr("builtins.open", open_elsewhere)
-    with pytest.raises(FileNotFoundError):
-        Path("/proc/self/statm").read_text()
-    config = eagle_config(artifacts, tmp_path / "run", max_steps=2)
-    assert (run(config) / "model.safetensors").is_file()
-
-
 def test_a_plan_says_whether_a_rank_fits_and_what_would(artifacts, tmp_path):
     config = eagle_config(artifacts, tmp_path / "run")
     plan = plan_of(config)
     assert verdict(plan, config).startswith("Fits: a rank needs ")  # this machine's memory
-    half = plan.memories["one process"]["activations"] / 2
+    half = plan.memory["activations"] / 2
     small = eagle_config(artifacts, tmp_path / "run", plan_gb=(plan.peak - half) / 1e9)
     assert verdict(plan, small).startswith("Does not fit: ") and verdict(plan, small).endswith("--accumulate 2.")
     assert plan_of(dataclasses.replace(config, accumulate=2)).peak < plan.peak

@@ -195,6 +195,7 @@ class Run:
     def __init__(self) -> None:
         self.clock = Clock()
         self.telemetry = Telemetry(self.clock, count_flops=True)
+        self.rows = 5  # of a product, 600 FLOPs
         self.telemetry.start(CPU)
 
     def step(self, waits: float, works: float) -> None:
@@ -202,9 +203,9 @@ class Run:
         batch = FeatureBatch(ids, torch.zeros(2, 10, 4), ids.bool(), ids)
         part = MicroBatch(batch, (SampleKey(0, 0), SampleKey(0, 1)), (7, 8), 5)
         self.clock.now += waits
-        self.telemetry.begin([part], lambda part: 600.0)
-        self.clock.now += works
-        self.telemetry.end()
+        with self.telemetry.step([part]):
+            torch.ones(self.rows, 6) @ torch.ones(6, 10)
+            self.clock.now += works
 
     def take(self) -> dict[str, float]:
         metrics = self.telemetry.take(CPU)
@@ -225,10 +226,14 @@ def test_a_window_counts_tokens_flops_and_waiting():
             "tflops": 1200e-12 / 4,
         }
     )
+    run.rows = 10  # as counted before
     run.step(waits=0.0, works=1.0)  # a window of its own
     assert run.take() == pytest.approx(
         {"steps_per_s": 1, "tokens_per_s": 15, "data_wait": 0, "real_tokens": 0.75, "tflops": 600e-12}
     )
+    run.telemetry.count_again()
+    run.step(waits=0.0, works=1.0)
+    assert run.take()["tflops"] == pytest.approx(1200e-12)
 
 
 def test_time_between_steps_does_not_count():

@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules import flops
 from draftsmith.modules.decoding.drafter import Level
-from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.net import DraftNet
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch
 
-from .medusa import MedusaHead, MedusaNet, MedusaSettings, lm_head_passes
+from .medusa import MedusaHead, MedusaNet, MedusaSettings
 
 
 class GroundedMLP(nn.Module):
@@ -68,13 +66,6 @@ class HydraHead(MedusaHead):
         end = counted.shape[1]
         tokens = [target.embed(batch.input_ids[:, 1 + i : 1 + i + end][counted]) for i in range(1 + number)]
         return torch.cat([states[:, :end][counted], *(embeds.to(states.dtype) for embeds in tokens)], -1)
-
-    def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
-        config, size = self.config, self.config.hidden_size
-        parts = sum(2 + i for i in range(config.num_heads))
-        reading = flops.TRAINED_FIRST * flops.linear(parts * size, 2 * size, logit_rows)
-        logits = lm_head_passes(config, settings) * flops.linear(size, config.vocab_size, logit_rows)
-        return reading + config.num_heads * logits
 
     # -- drafter
 

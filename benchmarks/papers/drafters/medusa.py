@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import ResidualBlock
 from draftsmith.modules.decoding.drafter import Level
 from draftsmith.modules.decoding.tree import MAX_NODES
@@ -167,12 +166,6 @@ class MedusaHead(DraftHead):
         sums["loss"], counts["loss"] = loss.detach(), counts["top1"]
         return LossOutput(loss / counts["top1"].clamp_min(1), sums, counts)
 
-    def flops(self, settings: Any, step: TrainStep, logit_rows: int) -> float:
-        config = self.config
-        blocks = flops.linear(config.hidden_size, config.hidden_size, logit_rows)
-        lm_head = flops.linear(config.hidden_size, config.vocab_size, logit_rows)
-        return config.num_heads * (flops.TRAINED * blocks + lm_head_passes(config, settings) * lm_head)
-
     # -- drafter
 
     def outputs(self, shared: LmHead) -> Sequence[LmHead]:
@@ -185,12 +178,6 @@ class MedusaHead(DraftHead):
 
     def net(self, target: CausalLM) -> DraftNet:
         return MedusaNet(self, target)
-
-
-def lm_head_passes(config: Any, settings: MedusaSettings) -> int:
-    """Return what a token's logits cost, in forwards of lm_head: the head's with gradient, and the teacher's."""
-    own = flops.TRAINED if config.own_lm_head else flops.FROZEN_PASSING
-    return own + (settings.loss == "soft")
 
 
 # Alignment. Head i reads state f_t and guesses token x_{t+2+i}, if that is a response token of the same text:

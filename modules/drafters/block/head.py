@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules import flops
 from draftsmith.modules.drafters.base import DocumentParts, TrainStep
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.block.net import (
@@ -283,22 +282,6 @@ class BlockHead(BlockNet):
         assert self.confidence_head is not None
         parts = [hidden] if self.markov_head is None else [hidden, self.markov_head.markov_w1(previous)]
         return self.confidence_head.proj(torch.cat(parts, -1))[..., 0]
-
-    def flops(self, settings: BlockSettings, step: TrainStep, logit_rows: int) -> float:
-        """Count as many positions as predictions; those that share a position share the target's logits."""
-        config, llama, size, rows = self.config, self.config.llama, self.config.hidden_size, sum(step.lengths)
-        slots = config.slots(config.drafts) * logit_rows // max(1, config.drafts)
-        pairs = sum(flops.causal_pairs(step.lengths, mask.window) for mask in config.masks)
-        layers = sum(flops.matrices(layer, slots) for layer in self.layers)
-        # The rows of the text are read for their keys and values.
-        of_text = flops.linear(size, 2 * llama.num_kv_heads * llama.head_dim, rows)
-        layers += llama.num_layers * of_text + flops.attention(llama, round(slots * pairs / max(1, rows)))
-        columns = config.draft_vocab_size or min(settings.loss_vocab or llama.vocab_size, llama.vocab_size)
-        others = flops.linear(config.markov_rank, columns, logit_rows)
-        others += flops.linear(config.selector_rank, size + config.selector_top_k, logit_rows)
-        logits = flops.FROZEN_PASSING * flops.linear(size, columns, logit_rows)
-        logits += flops.linear(size, llama.vocab_size, min(rows, logit_rows))
-        return flops.TRAINED * (layers + others) + flops.TRAINED_FIRST * flops.matrices(self.fc, rows) + logits
 
     def loss_memory(
         self, settings: BlockSettings, parts: DocumentParts, share: float, width: int

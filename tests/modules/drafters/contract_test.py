@@ -249,14 +249,6 @@ def test_validation_reports_the_loss_and_what_picks_the_best_head(drafter):
     assert all(torch.equal(value, again.sums[name]) for name, value in found.sums.items())
 
 
-def test_its_cost_grows_with_what_it_reads(drafter):
-    def cost(lengths, tokens):
-        return drafter.flops(drafter.Settings(), TrainStep(0, 10, lengths, ()), tokens)
-
-    # A drafter that looks at the tokens that count alone costs the same whatever else is there.
-    assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) <= cost((*LENGTHS, 6), 5)
-
-
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 3)], ids=str)
 def test_its_branches_draft_what_its_chains_draft(drafter, params, monkeypatch):
     """From several places of a text, two side by side, greedily and drawn, by the same logits."""
