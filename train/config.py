@@ -19,7 +19,7 @@ from draftsmith.modules.types import InputError, check_config
 if TYPE_CHECKING:
     from draftsmith.modules.drafters.base import DraftHead
 
-Logger = Literal["csv", "wandb", "wandb-offline", "tensorboard"]
+Logger = Literal["csv", "wandb", "wandb-offline"]
 MOST = 2**31 - 1
 NO_DATA = "none"  # where a plan assumes its samples
 # Smallest and largest values of the options that are numbers. Those of a head are in its Settings.
@@ -131,8 +131,8 @@ class Tracking:
         log_every: Optimizer steps between logged losses.
         save_every: Optimizer steps between checkpoints, from which the same command continues; 0 saves at validations.
         keep: Checkpoints to keep, the newest ones.
-        loggers: csv (always written), tensorboard, wandb (Weights & Biases, if `wandb login` has left a key),
-            wandb-offline (into files, for `wandb sync`).
+        loggers: csv (always written), wandb (Weights & Biases, if `wandb login` has left a key), wandb-offline (into
+            files, for `wandb sync`).
     """
 
     help_group: ClassVar[str] = "Validation and tracking"

@@ -1,12 +1,11 @@
-"""What a training logs, and where to: metrics.csv always, Weights & Biases and TensorBoard by Lightning's loggers; and
-the cost of its steps."""
+"""What a training logs, and where to: metrics.csv always, and Weights & Biases by Lightning's logger; and the cost of
+its steps."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import functools
-import importlib.util
 import io
 import os
 import re
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loggers.wandb import WandbLogger
 from torch import Tensor
@@ -159,11 +156,7 @@ def wandb_mode(config: TrainConfig) -> str:
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Raise InputError if a logger that is asked for is not installed, or Weights & Biases refuses a name: its own
-    errors come late, as tracebacks."""
-    if "tensorboard" in config.loggers and importlib.util.find_spec("tensorboard") is None:
-        found = "tensorboard, which is not installed"
-        raise InputError("loggers", found, "installed loggers", "Run: pip install 'draftsmith[tensorboard]'")
+    """Raise InputError if Weights & Biases refuses a name: its own errors come late, as tracebacks."""
     if not wandb_mode(config):
         return
     import wandb
@@ -237,18 +230,8 @@ def make_loggers(
     make_directory(config.output)
     about = {**resolved(config), "made_from": dict(made_from or {})}
     table = CsvLogger(config.output / "metrics.csv", resumed_step)
-    loggers: list[Logger] = [table]
-    if "tensorboard" in config.loggers:
-        # A resumed run adds a file that hides what follows its checkpoint.
-        purge: Any = resumed_step + 1 if resumed_step else None
-        place: dict[str, Any] = {"save_dir": config.output, "name": "", "version": "tensorboard"}
-        board = TensorBoardLogger(**place, default_hp_metric=False, purge_step=purge)
-        # TensorBoard renders Markdown: four spaces make a code block.
-        lines = yaml.safe_dump(about, sort_keys=False).splitlines()
-        board.experiment.add_text("config", "\n".join("    " + line for line in lines), resumed_step)
-        loggers.append(board)
     run = start_run(config, job, table, bool(resumed_step), about)
-    return loggers + ([run] if run is not None else [])
+    return [table] if run is None else [table, run]
 
 
 # -- cost of training steps

@@ -170,22 +170,6 @@ def test_an_offline_run_prints_the_upload_command(no_key, tmp_path, capsys):
     assert not [path for path in (directory / "files").rglob("*") if path.is_file()]
 
 
-def test_tensorboard_hides_events_after_the_checkpoint(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = TrainConfig(data=tmp_path, output=tmp_path, loggers=("tensorboard",))
-    for resumed, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}), (2, {3: 30.0})):
-        _, board = make_loggers(config, "eagle", resumed)
-        for step, value in values.items():
-            board.log_metrics({"a": value}, step)
-        board.finalize("success")
-        # Files are read in the order of their names, which begin with whole seconds.
-        for file in (tmp_path / "tensorboard").glob("events.out.tfevents.1*"):
-            file.rename(file.with_name(f"events.out.tfevents.{resumed:010}"))
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
 CPU = torch.device("cpu")
 
 
@@ -288,7 +272,7 @@ def tracked(artifacts, tmp_path_factory) -> Tracked:
     shared = {"data": artifacts.features, "target": str(artifacts.target), "output": output, "device": "cpu"}
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "token_weight": 1.0, "num_threads": 1}
-    shared |= {"loggers": ("wandb-offline", "tensorboard")}
+    shared |= {"loggers": ("wandb-offline",)}
     learn = LitHead.training_step
 
     def interrupted(module: LitHead, batch, batch_idx):
@@ -367,18 +351,3 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     assert Path(card).read_text() == artifact.description and size == Path(card).stat().st_size
     assert Path(card).parent == Path(tracked.sessions[1].dir).resolve().parent
     assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
-
-
-def test_tensorboard_has_the_numbers_of_the_csv_file(tracked):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tracked.output / "tensorboard")).Reload()
-    names = {name for row in tracked.table for name in row} - {"step"}
-    steps = {name: [] for name in names}
-    for row in table(tracked.output):
-        for name in names & set(row):
-            steps[name].append((row["step"], row[name]))
-    for name in names:
-        found = [(event.step, event.value) for event in events.Scalars(name)]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in steps[name]], name  # float32
-    assert "max_steps: 50" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
