@@ -24,7 +24,7 @@ from draftsmith.data.console import Advance, log_note
 from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
 from draftsmith.data.engines.vllm_states import ServedStates, Stored
-from draftsmith.data.ranks import check_one_process, place
+from draftsmith.data.ranks import place
 from draftsmith.data.responses import text_columns
 from draftsmith.data.stages import FeaturesConfig, check_drafter
 from draftsmith.data.store import feature_codec
@@ -67,10 +67,8 @@ def run(config: FeaturesConfig) -> Path:
     """Write the artifact `features` and return its directory."""
     set_threads(config.num_threads)
     (config, target), lm = config.open(config.target), None
-    if config.device_map:
-        check_one_process()
     if config.server is None:
-        lm = load_lm(target, **config.loading, device_map=config.device_map)
+        lm = load_lm(target, **config.loading)
         note_slow_dtype(lm)
     info, manifest = target.info, open_texts(config.data, target)
     rows, aux_layers = Rows(manifest, limit=config.limit, vocab_size=info.vocab_size), tuple[int, ...]()

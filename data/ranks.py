@@ -61,14 +61,6 @@ def pick_device(name: str) -> str:
     return name
 
 
-def check_one_process() -> None:
-    """Raise InputError for several processes on this machine, of which none can have all GPUs for --device-map."""
-    if (count := place().local_world) > 1:
-        remedy = "Start one process, or let vLLM run the target (docs/guides/large-targets.md)."
-        found = f"{count} processes on this machine"
-        raise InputError("device_map", found, "one, which has all GPUs", remedy)
-
-
 def _place(env: Mapping[str, str]) -> ProcessPlace:
     """Read the variables, as `place`."""
     # torchrun and DeepSpeed, also within an srun step.

@@ -263,7 +263,6 @@ class FeaturesConfig(StageTarget):
         tokens_per_batch: Tokens read together, padding included; a longer row is read alone.
         rows_per_shard: Rows per shard; the features of four shards are in memory at once.
         feature_dtype: Stored type: bf16, or fp8 with a scale per token, half the bytes.
-        device_map: Spread the layers of a target larger than a GPU over those of this process, by transformers.
         server: Address of a vLLM server that `draftsmith launch vllm` has started, for targets of any size.
     """
 
@@ -276,7 +275,6 @@ class FeaturesConfig(StageTarget):
     tokens_per_batch: int = 8192
     rows_per_shard: int = 128
     feature_dtype: FeatureDtype = "bf16"
-    device_map: bool = volatile(False)
     server: str | None = volatile(None, presence=True)
 
     @property
@@ -287,7 +285,7 @@ class FeaturesConfig(StageTarget):
         check_ranges(self, tokens_per_batch=1, rows_per_shard=1, limit=0, num_threads=0)
         check_drafter(self.drafter)
         if self.server is not None:
-            check_left_out(self, ["loader", "device_map"], "with --server", "none: the server runs the target")
+            check_left_out(self, ["loader"], "with --server", "none: the server runs the target")
 
 
 @dataclass(frozen=True)

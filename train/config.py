@@ -259,7 +259,6 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
         span_tokens: With --tokens-per-batch an EAGLE-3, MTP, DSpark or DFlash head learns so many tokens of a part at
             once, whole sequences or a piece of a longer one, which still reads all before it: memory stays the same for
             rows of any length. The gradients are those of the whole; 0 learns a part at once.
-        device_map: Spread the layers of a target larger than a GPU over those of this one process, by transformers.
         init: random, or a head to fine-tune, whose shape it keeps: ours, or the directory or hub id of any that
             `import` reads. Only its width and vocabulary have to be this target's. For a draft model: any model of the
             target's tokenizer.
@@ -268,23 +267,18 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     kind: ClassVar[str]
     help_group: ClassVar[str] = "Data"
     help_command: ClassVar[str] = "draftsmith train"
-    help_rarely: ClassVar[tuple[str, ...]] = ("feature_dtype", "device_map")
+    help_rarely: ClassVar[tuple[str, ...]] = ("feature_dtype",)
 
     target: str
     server: str | None = volatile(None, presence=True)
     feature_dtype: FeatureDtype = "bf16"
     span_tokens: int = volatile(16_384)
-    device_map: bool = volatile(False)
     init: str = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.device_map and self.devices > 1:
-            remedy = "One process has all GPUs; or let vLLM run the target (docs/guides/large-targets.md)."
-            raise InputError("devices", self.devices, "1 with --device-map", remedy)
-        if self.server is not None and (self.device_map or self.num_workers):
-            found = f"{self.server} with device_map {self.device_map}, num_workers {self.num_workers}"
-            raise InputError("server", found, "neither: no target is here, and one process reads", "Leave them out.")
+        if self.server is not None and self.num_workers:
+            raise InputError("num_workers", self.num_workers, "0 with --server: one process reads", "Leave it out.")
 
     @property
     def drafter(self) -> type[DraftHead]:

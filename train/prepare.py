@@ -14,7 +14,6 @@ from draftsmith.data.console import log_note
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served, prove_teacher
 from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.features import text_dataset
-from draftsmith.data.ranks import check_one_process
 from draftsmith.data.store.datasets import ArtifactDataset, open_dataset
 from draftsmith.data.store.feature_codec import token_bytes
 from draftsmith.data.store.manifest import Manifest, open_artifact
@@ -71,10 +70,7 @@ def prepare(
     drafter, device = config.drafter, local_device(config)
     target: CausalLM
     if needs_layers(config):
-        if config.device_map:
-            check_one_process()
-        how = (config.dtype, device, config.loader, config.trust_remote_code)
-        target = load_lm(checkpoint, *how, device_map=config.device_map)
+        target = load_lm(checkpoint, config.dtype, device, config.loader, config.trust_remote_code)
     else:
         target = load_outer(checkpoint, config.dtype, device)
     shape = checkpoint.shape
@@ -102,8 +98,8 @@ def prepare(
 
 def needs_layers(config: TrainDrafterConfig) -> bool:
     """Return whether the target's layers run in the training: for states, or for the answers that tau is read along."""
-    if config.device_map or config.server is not None:
-        return config.device_map
+    if config.server is not None:
+        return False
     data = [Manifest.read(part.path) for part in config.parts]
     val = data if config.val is None else [Manifest.read(config.val)]
     recorded = config.tau_data is None and all(own.sampling and own.sampling == val[0].sampling for own in val)
@@ -172,15 +168,13 @@ def feature_source(
         server = clients.enter_context(ServedStates(config.server, config.output))
         items = [samples[0].item(i, 0) for i in range(min(ANSWERED_ROWS, len(samples[0])))]
         rows, masks = ([item[name].tolist() for item in items] for name in ("input_ids", "loss_mask"))
-        # Spread over devices (--device-map), it is another.
-        files = checkpoint_of(target)
-        outer = target if isinstance(target, OuterLM) else load_outer(files, files.dtype)
+        assert isinstance(target, OuterLM)
         if rank() == 0:
             recorded = Recorded(rows, masks, samples[0].dataset.manifest.sampling)
-            log_note(str(prove_served(server, outer, recorded, states, config.feature_dtype)))
+            log_note(str(prove_served(server, target, recorded, states, config.feature_dtype)))
         else:
-            prove_teacher(server, outer, rows)
-        target.readout, teacher = outer.readout, server.teacher
+            prove_teacher(server, target, rows)
+        teacher = server.teacher
         step_tokens = config.tokens_per_batch or config.batch_size * float(samples[0].lengths.mean())
         window = STEPS_AHEAD * size * step_tokens / world_size(config)
         stream = FeatureStream(server, window, size)

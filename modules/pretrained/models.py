@@ -9,7 +9,6 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,6 @@ def load_lm(
     loader: str = "auto",
     trust_remote_code: bool = False,
     packed: bool = False,
-    device_map: bool = False,
 ) -> CausalLM:
     """Load a frozen language model for decoding and teacher forcing.
 
@@ -88,7 +86,6 @@ def load_lm(
     loader: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
     packed: for decoding on a CPU with the lean loader: keep the weights only in the layout of the CPU's kernels. Such
         a model cannot be differentiated through.
-    device_map: spread the layers over the devices of this process, by the hf loader.
 
     Raises:
         InputError: unknown path, dtype or loader, or weights that do not fit the config.
@@ -99,10 +96,6 @@ def load_lm(
     checkpoint = opened(model)
     checkpoint.trust_remote_code |= trust_remote_code
     weights = weight_type(dtype, checkpoint, device)
-    if device_map:
-        if loader == "lean":
-            raise InputError("device_map", "loader lean", "loader hf", "Pass --loader hf or auto.")
-        return _load_hf(checkpoint, weights, device, device_map)
     # The lean engine is preferred: it runs trees and rows without transformers' overhead.
     if loader == "lean" or (loader == "auto" and checkpoint.config.get("model_type") in SUPPORTED):
         try:
@@ -158,14 +151,10 @@ def _load_lean(checkpoint: Checkpoint, dtype: torch.dtype, device: str, packed: 
     return LlamaLM(model.to(device), checkpoint.info, packed)
 
 
-def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str, device_map: bool = False) -> CausalLM:
+def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
-    model = load_transformers(checkpoint, dtype, device_map=placement() if device_map else None)
-    if device_map:
-        check_placed(model)
-    else:
-        model = model.to(device)
+    model = load_transformers(checkpoint, dtype).to(device)
     with _reading_text(model):
         lm = HFLM(model, checkpoint.info)
     # The files store the output embedding under another name than is known.
@@ -213,24 +202,6 @@ def fit_readout(lm: HFLM, readouts: Iterable[Readout]) -> None:
         raise InputError("model", what, f"{lm.info.num_layers}, as its config.json counts them", OTHER_MODEL)
 
 
-def placement() -> str:
-    """Return the device map by which transformers spreads a model over the GPUs that this process sees."""
-    if find_spec("accelerate") is None:
-        remedy = 'Install it: pip install "draftsmith[large]"'
-        raise InputError("device_map", "no package accelerate", "accelerate", remedy)
-    return "auto"
-
-
-def check_placed(model: Any) -> None:
-    """Raise InputError if layers did not fit the devices."""
-    # There is no map if one device holds everything.
-    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
-    outside = sorted(devices & ({"cpu", "disk"} if torch.cuda.is_available() else {"disk"}))
-    if outside:
-        found = f"layers on {' and '.join(outside)}: the GPUs are too small"
-        raise InputError("device_map", found, "all of them on GPUs", "Use more GPUs, or --dtype bfloat16.")
-
-
 def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a config by which transformers reads plain weights."""
     config = copy.deepcopy(config)
@@ -239,13 +210,8 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def load_transformers(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | str,
-    state: dict[str, Tensor] | None = None,
-    device_map: str | None = None,
-) -> Any:
-    """Load a model that reads text with transformers, on the CPU or by a device map (`placement`).
+def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str, state: dict[str, Tensor] | None = None) -> Any:
+    """Load a model that reads text with transformers, on the CPU.
 
     dtype: `auto` is the checkpoint's own. state: weights in the place of the files'.
     """
@@ -268,7 +234,7 @@ def load_transformers(
                 built = kind.from_config(config, trust_remote_code=trusted)
             # Of some wrappers it takes the text part.
             kind, config = type(built), built.config
-        how = {"config": config, "dtype": dtype, "trust_remote_code": trusted, "device_map": device_map}
+        how = {"config": config, "dtype": dtype, "trust_remote_code": trusted}
         model, loading = kind.from_pretrained(**source, **how, output_loading_info=True)
     except torch.OutOfMemoryError:
         # Memory says nothing about the checkpoint.

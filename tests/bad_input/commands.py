@@ -27,7 +27,7 @@ ROWS = [
     # Stages on what is no artifact, or another one.
     Row("responses: prompts of another kind", f"data responses --data {{features}} {TARGET}{OUT}", ("features",)),
     Row("acceptance: no drafter", f"data acceptance --data {{responses}} {TARGET}{OUT}", ("--head",)),
-    Row("train: a server and readers", f"{TRAIN} --server http://h --num-workers 2", ("server", "num_workers 2")),
+    Row("train: a server and readers", f"{TRAIN} --server http://h --num-workers 2", ("num_workers", "with --server")),
     Row("launch vllm: no target", "launch vllm", ("target", "--target")),
     Row("features: no such drafter", f"data features --data {{responses}} {TARGET}{OUT}--drafter nosuch",
         ("drafter", "nosuch", "eagle")),

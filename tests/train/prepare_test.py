@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from trainings import QUICK, config, newest_state, weights
+from trainings import QUICK, newest_state, weights
 from worlds import padded, tiny_llama_dir
 
 import draftsmith
@@ -27,7 +26,7 @@ from draftsmith.modules.drafters.net import ChainDrafter
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 from draftsmith.train import prepare as preparing
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
@@ -282,37 +281,3 @@ def test_what_the_optimizer_holds_is_saved_and_the_target_stays_bit_equal(artifa
     if lm_head == "own":
         start = seen["before"]["lm_head.weight"]
         assert not any(torch.equal(layer.weight, start) for layer in head.lm_heads)
-
-
-# -- targets that transformers spreads over devices
-
-
-def assert_the_same_features(directory: Path, expected: Path) -> None:
-    found, oracle = open_dataset(directory), open_dataset(expected)
-    assert len(found) == len(oracle)
-    for row, other in zip(found, oracle, strict=True):
-        # Sums in another order, then rounded to bf16: the last bit of its 8 may differ.
-        torch.testing.assert_close(row["features"], other["features"], rtol=2**-7, atol=1e-4)
-
-
-def test_a_device_map_is_the_same_target(artifacts, tmp_path):
-    target, plain = (load_lm(str(artifacts.target), loader="hf", device_map=spread) for spread in (True, False))
-    assert target.info == plain.info
-    prompt = [5, 6, 7, 8, 9]
-    answers = [generate_one(lm, None, prompt, SamplingParams(), 12, TorchSource(0)).tokens for lm in (target, plain)]
-    assert answers[0] == answers[1]
-    made = features.FeaturesConfig(artifacts.responses, str(artifacts.target), tmp_path / "features")
-    features.run(dataclasses.replace(made, device_map=True, num_threads=1))
-    assert_the_same_features(tmp_path / "features", artifacts.features)
-
-
-def test_what_cannot_be_spread_is_said(artifacts, monkeypatch, tmp_path):
-    path = str(artifacts.target)
-    with pytest.raises(InputError, match="devices: found 2, expected 1 with --device-map"):
-        config(artifacts, tmp_path, device_map=True, devices=2)
-    with pytest.raises(InputError, match="device_map: found loader lean"):
-        load_lm(path, loader="lean", device_map=True)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(InputError, match="found 3 processes on this machine"):
-        preparing.prepare(config(artifacts, tmp_path / "run", device_map=True))
