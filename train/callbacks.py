@@ -1,4 +1,4 @@
-"""Callbacks between steps: when to validate, what to save, how a run ends, and its verdict.
+"""Callbacks between steps: when to validate, what to save, how a run ends, and what is said of it.
 
 They stand in the order of time: a step ends, Lightning validates, and everything is saved. A checkpoint is taken when
 all that belongs to a step is done, so that a resumed run repeats nothing and skips nothing.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,10 +31,6 @@ from draftsmith.train.module import SIGNALS, LitDrafter, LitHead
 from draftsmith.train.tracking import TrackedRun
 
 REQUEUE_S = 60
-# Fewer validations do not show a trend.
-LEAST_VALIDATIONS = 3
-# Relative changes below this one are noise: the next 16 held-out prompts move tau by about as much.
-NOISE = 0.02
 # Say that longer contexts are untested if the target reads texts so many times as long as the longest row.
 MANY_TIMES = 8
 # Warn if tau_general is below this fraction of tau.
@@ -159,7 +155,7 @@ class Save(pl.Callback):
             self._save(trainer, pl_module)
         best = self.config.output / "best"
         # Nothing was validated (limit_val_batches=0): then the last head is the best that is known.
-        if not pl_module.signal_agreed and not pl_module.state.curve:
+        if not pl_module.signal_agreed and not pl_module.state.latest:
             self._save_head(trainer, pl_module, "best", {})
             pl_module.state.best = {"step": float(trainer.global_step)}
         if not pl_module.signal_agreed and best.is_dir():
@@ -243,7 +239,7 @@ class StopOnSignal(pl.Callback):
     on_exception: Any = on_train_end
 
 
-# -- verdict
+# -- what is said
 
 
 def training_loss(module: LitHead) -> str:
@@ -261,13 +257,6 @@ def best_metric(module: LitHead, metrics: Mapping[str, float]) -> tuple[str, int
     if "tau" in metrics:
         return "tau", 1
     return (module.monitor, 1 if module.larger_is_better else -1) if module.monitor in metrics else ("loss", -1)
-
-
-def judge(module: LitHead) -> str:
-    """Judge a finished training by what picks best/."""
-    name, sign = best_metric(module, module.state.latest)
-    curve = [(step, metrics[name]) for step, metrics in module.state.curve if name in metrics]
-    return verdict(name, curve, sign > 0)
 
 
 def shown(metrics: dict[str, float]) -> str:
@@ -307,31 +296,6 @@ def exit_code(number: int) -> int:
         log_note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
     return 0
-
-
-def verdict(metric: str, curve: Sequence[tuple[int, float]], larger_is_better: bool = True) -> str:
-    """Classify a run as overfitting, flat, settled or still learning, from the second half; an empty string with
-    fewer than LEAST_VALIDATIONS.
-
-    curve: (step, value of the metric) of each validation, in order.
-    """
-    curve = [(step, value) for step, value in curve if step > 0 and np.isfinite(value)]
-    if len(curve) < LEAST_VALIDATIONS:
-        return ""
-    sign = 1 if larger_is_better else -1
-    last_step, last = curve[-1]
-    best_step, best = max(curve, key=lambda point: sign * point[1])
-    if sign * (best - last) > NOISE * abs(last):
-        lost = f"{metric} went from {best:.3g} at step {best_step} to {last:.3g}"
-        return f"overfits: {lost}, and best/ is of step {best_step}; more answers would help, more steps would not"
-    steps, values = zip(*curve, strict=True)
-    half = float(np.interp(last_step / 2, steps, values))
-    change = f"{metric} {half:.3g} after half of the steps, {last:.3g} at the end"
-    if abs(last - values[0]) <= NOISE * abs(last):
-        return f"flat: {change}; nothing was learned since step {steps[0]}, or nothing was left to learn"
-    if sign * (last - half) <= NOISE * abs(last):
-        return f"settled: {change}; more steps on these answers would bring little"
-    return f"still learning: {change}; more steps would bring more, on new answers best"
 
 
 def mismatch(metrics: Mapping[str, float]) -> str:

@@ -30,7 +30,7 @@ FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SHAPE = {"files": {STATE: {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # Parts of the state that are plain values.
-PLAIN = ("best", "latest", "curve", "calibration", "unvalidated")
+PLAIN = ("best", "latest", "calibration", "unvalidated")
 # Exceptions that reading a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
@@ -40,9 +40,8 @@ class TrainState:
     """What a resumed training continues with beside weights and optimizer state.
 
     means: losses that are yet to be logged. bad_steps: skipped ones. time_limit: plan of a training by the clock. best,
-    latest: metrics of the validation of best/, and of the last one. curve: step and metrics of each validation.
-    calibration: scale and shift of an acceptance head, fitted by the last validation. unvalidated: a signal left no
-    time for the validation after the last step.
+    latest: metrics of the validation of best/, and of the last one. calibration: scale and shift of an acceptance head,
+    fitted by the last validation. unvalidated: a signal left no time for the validation after the last step.
     """
 
     bad_steps: BadSteps
@@ -50,7 +49,6 @@ class TrainState:
     time_limit: TimeLimit | None = None
     best: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
-    curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     calibration: tuple[float, float] = (1.0, 0.0)
     unvalidated: bool = False
 

@@ -39,7 +39,6 @@ from draftsmith.train.callbacks import (
     StopOnSignal,
     Validate,
     exit_code,
-    judge,
     mismatch,
     untested_lengths,
 )
@@ -202,14 +201,13 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
         raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
 
     # The run is complete.
-    best, latest, verdict = module.state.best, module.state.latest, judge(module)
+    best, latest = module.state.best, module.state.latest
     if rank() == 0:
-        result = {"steps": trainer.global_step, "best": best, "last": latest, "verdict": verdict}
-        write_json(config.output / FINISHED, result)
+        write_json(config.output / FINISHED, {"steps": trainer.global_step, "best": best, "last": latest})
     trainer.strategy.barrier("finished")
     if rank() == 0:
         print_text(f"{kind} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
-        for line in filter(None, (verdict, mismatch(latest), untested_lengths(module, data.train.lengths))):
+        for line in filter(None, (mismatch(latest), untested_lengths(module, data.train.lengths))):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:

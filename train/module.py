@@ -343,7 +343,6 @@ class LitHead(pl.LightningModule):
             return
         self.agree_on_signal()
         self.state.latest, self.state.unvalidated = metrics, False
-        self.state.curve.append((self.trainer.global_step, metrics))
         self.log_all({f"val/{name}": value for name, value in metrics.items()})
 
     def on_validation_end(self) -> None:

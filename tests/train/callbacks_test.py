@@ -1,4 +1,4 @@
-"""How a run ends and what it is judged by: exit codes and verdicts."""
+"""How a run ends and what is said of it: exit codes and warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainings import a_module, losses
 
 from draftsmith.modules.types import InputError
 from draftsmith.train import callbacks
-from draftsmith.train.callbacks import Progress, exit_code, mismatch, untested_lengths, verdict
+from draftsmith.train.callbacks import Progress, exit_code, mismatch, untested_lengths
 from draftsmith.train.command import run
 from draftsmith.train.config import drafter_config
 
@@ -31,28 +31,6 @@ def test_progress_says_while_it_validates(monkeypatch):
     assert states[0]() == "; training loss 2.5"
     trainer.validating = True
     assert states[0]() == "; validating"
-
-
-@pytest.mark.parametrize(
-    ("values", "larger", "begins"),
-    [
-        ([1.4, 1.7, 1.8, 1.94, 1.98], True, "still learning: tau 1.75 after half of the steps, 1.98 at the end"),
-        ([1.4, 1.95, 1.97, 1.98, 1.98], True, "settled: tau 1.96 after half of the steps, 1.98 at the end"),
-        ([1.4, 1.7, 1.98, 1.9, 1.8], True, "overfits: tau went from 1.98 at step 300 to 1.8, and best/ is of step 300"),
-        # A dip within the noise of a few prompts is no overfitting.
-        ([1.4, 1.7, 1.9, 1.98, 1.96], True, "still learning"),
-        ([0.9, 0.5, 0.4, 0.5, 0.6], False, "overfits: tau went from 0.4 at step 300 to 0.6"),
-        ([0.9, 0.5, 0.45, 0.4, 0.3], False, "still learning"),
-        ([7.739] * 5, False, "flat: tau 7.74 after half of the steps, 7.74 at the end; nothing was learned"),
-    ],
-)
-def test_verdict(values, larger, begins):
-    curve = [(100 * (i + 1), value) for i, value in enumerate(values)]
-    assert verdict("tau", curve, larger).startswith(begins)
-    # The validation before the first step is no part of the trend.
-    assert verdict("tau", [(0, 1.0), *curve], larger) == verdict("tau", curve, larger)
-    # Nor do two show one.
-    assert verdict("tau", [(0, 1.0), (100, 1.4), (200, float("nan")), (300, 1.5)]) == ""
 
 
 @pytest.mark.parametrize(
