@@ -1,9 +1,8 @@
-"""`draftsmith train KIND`: a training, and a diagnosis of its head if the head's numbers are bad."""
+"""`draftsmith train KIND`: a training, also on from another system's head, and a warning if its numbers are bad."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shlex
 import tempfile
 import time
@@ -15,18 +14,11 @@ from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.train.config import TrainDrafterConfig
-    from draftsmith.train.data import HeadDataModule
-    from draftsmith.train.module import LitDrafter
     from draftsmith.train.prepare import TrainedConfig
-
-# Validation texts that a diagnosis reads, which takes seconds.
-DIAGNOSED = 64
-# Of a training whose head is diagnosed; shorter ones only try whether it runs.
-LEAST_STEPS = 20
 
 
 def run(config: TrainedConfig) -> Path | None:
-    """Train a head, as `train.command.run`, and explain bad numbers.
+    """Train a head, as `train.command.run`, and say how to explain bad numbers.
 
     Raises:
         InputError: the packages of the extra `train` are not installed.
@@ -35,9 +27,14 @@ def run(config: TrainedConfig) -> Path | None:
         found = f"no {' and no '.join(missing)}"
         raise InputError("train", found, "the extra `train`", "Run: pip install 'draftsmith[train]'")
     from draftsmith.train.command import run as train
+    from draftsmith.train.config import TrainDrafterConfig
+    from draftsmith.train.metrics import rank
 
     with tempfile.TemporaryDirectory() as scratch:
-        return train(with_own_head(config, Path(scratch)), explain)
+        best = train(with_own_head(config, Path(scratch)))
+    if best and isinstance(config, TrainDrafterConfig) and not config.drafter.saved_as_model and rank() == 0:
+        explain(best, config)
+    return best
 
 
 def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
@@ -81,25 +78,20 @@ def with_own_head(config: TrainedConfig, scratch: Path) -> TrainedConfig:
     return dataclasses.replace(config, init=str(directory))
 
 
-def explain(best: Path, config: TrainDrafterConfig, module: LitDrafter, data: HeadDataModule) -> None:
-    """Warn if the trained head's metrics are bad, with a diagnosis on some validation samples."""
+def explain(best: Path, config: TrainDrafterConfig) -> None:
+    """Warn if the trained head's metrics are bad."""
     from draftsmith.data.console import log_note
     from draftsmith.data.store.parts import words_of
-    from draftsmith.eval.diagnose.diagnosis import bad_numbers, diagnose
+    from draftsmith.eval.diagnose.diagnosis import bad_numbers
     from draftsmith.modules.pretrained.reading import read_object
-    from draftsmith.modules.targets.outer import OuterLM
 
     warning = bad_numbers(read_object(best / "manifest.json", {"metrics": dict})["metrics"])
-    if not warning:
-        return
-    # Of a target elsewhere there is nothing to read with, a smoke test has nothing to explain, and --minutes are over.
-    if isinstance(module.target, OuterLM) or module.total_steps < LEAST_STEPS or config.minutes:
-        words = ["diagnose", str(best), *(f"--data={word}" for word in words_of(config.data))]
-        warning += f". See why: draftsmith {shlex.join(words)} --target {config.target}"
-    else:
-        # Whole texts: an answer in a piece of one has lost its context.
-        val = data.val
-        texts = itertools.islice(val.dataset.whole_texts(val.indices), DIAGNOSED)
-        rows = [{"input_ids": ids.tolist(), "loss_mask": mask.tolist()} for ids, mask in texts]
-        warning += f"\n{diagnose(best, module.target, rows, val.dataset.manifest)}"
-    log_note(f"warning: {warning}")
+    if warning:
+        words = [
+            "diagnose",
+            str(best),
+            *(f"--data={word}" for word in words_of(config.data)),
+            "--target",
+            config.target,
+        ]
+        log_note(f"warning: {warning}. See why: draftsmith {shlex.join(words)}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.settings import with_dtype
@@ -14,22 +12,12 @@ from draftsmith.data.store.writer import writing_alone
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.train import plan
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
-from draftsmith.train.metrics import rank
 from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
 from draftsmith.train.strategies import device_kind, resolve_precision
 
-if TYPE_CHECKING:
-    from draftsmith.train.data import HeadDataModule
-    from draftsmith.train.module import LitDrafter
 
-# Called with the trained head's directory, its training's options, module and data.
-Explain: TypeAlias = "Callable[[Path, TrainDrafterConfig, LitDrafter, HeadDataModule], None]"
-
-
-def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
+def run(config: TrainedConfig) -> Path | None:
     """Train a head and return its directory, output/best; with --plan print what that takes.
-
-    explain: called on rank 0 behind the training of a draft head.
 
     Raises:
         InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
@@ -46,15 +34,14 @@ def run(config: TrainedConfig, explain: Explain | None = None) -> Path | None:
             plan.show(config, target)
             return None
     with writing_alone(config.output, shared=True):
-        return train(config, target, since, explain)
+        return train(config, target, since)
 
 
-def train(config: TrainedConfig, target: Checkpoint | None, since: float, explain: Explain | None = None) -> Path:
+def train(config: TrainedConfig, target: Checkpoint | None, since: float) -> Path:
     """Train a head in its output directory, which this process holds. target: of a drafter."""
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.acceptance import read_model, with_shape
     from draftsmith.train.fit import finished, fit
-    from draftsmith.train.module import LitDrafter
     from draftsmith.train.tracking import check_loggers
 
     if isinstance(config, TrainAcceptanceConfig):
@@ -70,9 +57,4 @@ def train(config: TrainedConfig, target: Checkpoint | None, since: float, explai
         assert target is not None
         plan.check_space(config, target.shape)
     with ExitStack() as clients:
-        module, data = prepare(config, clients, target)
-        best = fit(module, data, since=since)
-    if isinstance(config, TrainDrafterConfig) and not config.drafter.saved_as_model and rank() == 0 and explain:
-        assert isinstance(module, LitDrafter)
-        explain(best, config, module, data)
-    return best
+        return fit(*prepare(config, clients, target), since=since)

@@ -404,19 +404,13 @@ def test_bad_numbers_of_a_validation(metrics, begins):
     assert found.startswith(begins) and bool(found) == bool(begins)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("eagle3", 20), ("medusa", 19)])
-def test_a_training_with_bad_numbers_ends_with_a_diagnosis(world, tmp_path, capsys, kind, steps):
-    """A diagnosis reads whole texts: the target answers a piece of one differently."""
-    own = {"layers": LAYERS, "max_length": 32} if kind == "eagle3" else {}
+def test_a_training_with_bad_numbers_says_how_to_explain_them(world, tmp_path, capsys):
     train_and_explain(
-        drafter_config(kind)(
-            data=world.responses, target=str(world.target), output=tmp_path / "run", max_steps=steps, batch_size=8,
-            val_share=0.5, tau_prompts=0, loggers=("csv",), num_threads=1, **own,
+        drafter_config("eagle3")(
+            data=world.responses, target=str(world.target), output=tmp_path / "run", max_steps=2, batch_size=8,
+            val_share=0.5, tau_prompts=0, loggers=("csv",), num_threads=1, layers=LAYERS,
         )
     )  # fmt: skip
     shown = capsys.readouterr().err
     assert "warning: the first token is accepted less often than 50%" in shown
-    if steps < 20:
-        assert "See why: draftsmith diagnose" in shown and "answers: 100.0%" not in shown
-        return
-    assert "ok   answers: 100.0%" in shown and "Too weak to tell why: " in shown and "Also (amount)" in shown
+    assert f"See why: draftsmith diagnose {tmp_path / 'run' / 'best'} --data=" in shown
