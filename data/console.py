@@ -1,7 +1,7 @@
 """Console output of commands: results on stdout (text and tables, or one JSON document), notes and progress on stderr.
 
-A table that does not fit a terminal is printed as one block of lines per row, so that no name or number is cut. In a
-pipe or a file it has its full width.
+In a table that does not fit a terminal the texts are folded, so that no name or number is cut. In a pipe or a file it
+has its full width.
 
 Control characters of names, replies and texts are printed as escapes, in logs too, which may be shown in a terminal
 later. Data stay as they are: the values of the JSON document, and what `decode` answers into a pipe or a file.
@@ -16,7 +16,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -24,9 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table as Grid
@@ -38,7 +35,6 @@ Row = Mapping[str, Any]
 Advance = Callable[[float], None]
 
 SIGNIFICANT_DIGITS = 5  # of floats in JSON
-INDENT, GAP = 2, "   "
 UNLIMITED = 10_000  # width of a pipe or a file
 LOG_EVERY_S = 30  # seconds between progress lines in a log
 
@@ -272,8 +268,8 @@ def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -
     grid.add_column(no_wrap=True, style="cyan")
     grid.add_column(overflow="fold")
     for name, value in facts.items():
-        grid.add_row(Text(" " * INDENT + name), _as_text("-" if value is None else value))
-    _print_full_width(console, grid)
+        grid.add_row(Text(f"  {name}"), _as_text("-" if value is None else value))
+    console.print(grid)
 
 
 def merged(table: Table) -> Table:
@@ -293,44 +289,21 @@ def merged(table: Table) -> Table:
 
 
 def draw_table(console: Console, table: Table, bold: str = "") -> None:
-    """Print a table as a grid if it fits in its full width, else as one block of lines per row."""
+    """Print a table, its texts folded where the console has no room for them."""
     if table.title:
         console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
     whole = merged(table)
-    rows = [[row[column.key] for column in whole.columns] for row in whole.rows]
-    styles = ["bold" if bold and row.get(bold) else "" for row in table.rows]
-
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in whole.columns:
-        grid.add_column(Text(column.title), justify="right" if column.format else "left", no_wrap=True)
-    for cells, style in zip(rows, styles, strict=True):
-        grid.add_row(*cells, style=style)
-    fits = _measure(console, grid).maximum <= console.width
-    names = [column.title for column in table.columns if not column.below]
-    _print_full_width(console, grid if fits else Group(*_blocks(console.width, names, rows, styles)))
+        is_number = bool(column.format)
+        grid.add_column(
+            Text(column.title), "", justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
+        )
+    for cells, row in zip(whole.rows, table.rows, strict=True):
+        grid.add_row(*cells.values(), style="bold" if bold and row.get(bold) else "")
+    console.print(grid)
     if table.note:
-        _print_full_width(console, Text(table.note, "dim"))
-
-
-def _blocks(room: int, names: list[str], rows: list[list[Text]], styles: list[str]) -> Iterator[RenderableType]:
-    """Yield one block per row: the cells that identify the row, then the others behind their headings, as many per line
-    as fit."""
-    # The first columns that together distinguish all rows are the title of a block.
-    prefixes = (len({tuple(cell.plain for cell in row[:count]) for row in rows}) for count in range(1, len(names)))
-    num_title = next((count for count, distinct in enumerate(prefixes, 1) if distinct == len(rows)), 1)
-    for row, style in zip(rows, styles, strict=True):
-        cells = [(name, cell) for name, cell in zip(names, row, strict=True) if cell.plain]
-        named = [Text.assemble((name, "cyan"), " " if name else "", cell) for name, cell in cells]
-        lines: list[list[Text]] = [[]]
-        for part in named[num_title:]:
-            width = sum(map(len, lines[-1])) + len(GAP) * len(lines[-1]) + len(part)
-            if lines[-1] and width > room - INDENT:
-                lines.append([])
-            lines[-1].append(part)
-        yield Text()
-        yield Text.assemble(Text(GAP).join([*(cell for _, cell in cells[:1]), *named[1:num_title]]), style="bold")
-        yield Padding(Group(*(Text(GAP).join(line) for line in lines)), (0, 0, 0, INDENT), style=style)
-    yield Text()
+        console.print(Text(table.note, "dim"))
 
 
 def _stdout() -> Console:
@@ -339,22 +312,6 @@ def _stdout() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNLIMITED
     return console
-
-
-def _print_full_width(console: Console, content: RenderableType) -> None:
-    """Print at the content's natural width, without trailing blanks in files."""
-    width = max(_measure(console, content).maximum, 1)
-    if console.is_terminal:
-        console.print(content, width=width)
-        return
-    # rich pads each line to the full width, which would leave blanks at the ends of a file's lines.
-    with console.capture() as captured:
-        console.print(content, width=width)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=console.file)
-
-
-def _measure(console: Console, content: RenderableType) -> Measurement:
-    return Measurement.get(console, console.options.update(width=UNLIMITED), content)
 
 
 def _as_text(value: Any, form: str = "") -> Text:
@@ -404,16 +361,4 @@ def progress_bar(
             left = f", about {(total - finished) / rate:,.0f} s left" if rate else ""
             log_note(f"{description}: {finished:,.0f}/{total:,.0f} {unit}, {rate:.3g} {unit}/s{left}{state()}")
 
-    # Rows that take minutes, all at once, are no silence.
-    ended = threading.Event()
-
-    def log_while_waiting() -> None:
-        while not ended.wait(LOG_EVERY_S):
-            log_progress(0)
-
-    if moving:
-        threading.Thread(target=log_while_waiting, name="draftsmith-progress", daemon=True).start()
-    try:
-        yield log_progress
-    finally:
-        ended.set()
+    yield log_progress

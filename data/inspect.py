@@ -18,12 +18,9 @@ from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
 from draftsmith.data.store.manifest import Manifest, check_files, open_artifact
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.answers import Repetition, distinct_4grams, spans
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.types import InputError, without_controls
 
-# Kinds whose summary reads every table.
-SUMMARIZED = ("responses", "features")
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
 SHOWN = 24  # labels of a row
@@ -32,23 +29,20 @@ SHOWN = 24  # labels of a row
 def run(config: InspectConfig) -> None:
     """Print the summary and the rows; the hashes of the files that are read for them are checked."""
     manifest = open_artifact(config.data, KINDS, check="size")
-    name = config.tokenizer or manifest.config.get("target")
-    if not name:
-        raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
     # Another tokenizer would show other text without an error.
-    model = Checkpoint(name)
+    model = Checkpoint(name := manifest.config["target"])
     found, expected = model.tokenizer_identity["tokenizer"], manifest.identity.get("tokenizer")
     if found != expected:
-        raise InputError("tokenizer", f"{found} of {name}", f"{expected}, as recorded", "Pass --tokenizer MODEL.")
+        remedy = "Put the model that it was made with in its place."
+        raise InputError("target", f"{name} with tokenizer {found}", f"{expected}, as recorded", remedy)
     tokenizer = model.tokenizer
 
     # Print the facts, then the rows.
     rows = Rows(manifest)
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
-    read = files_read(manifest, config.row, config.row + config.rows)
-    check_files(manifest, read.__contains__)
-    print_facts(summary(manifest, rows), f"{manifest.kind} in {config.data}")
+    check_files(manifest, files_read(manifest, config.row, config.row + config.rows).__contains__)
+    print_facts(summary(manifest), f"{manifest.kind} in {config.data}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
         task = f", task {row['task']}" if row.get("task") else ""
@@ -59,25 +53,19 @@ def run(config: InspectConfig) -> None:
 
 
 def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
-    """Return the names of the files that the summary and rows [first, stop) are read from."""
+    """Return the names of the files that rows [first, stop) are read from."""
     names, end = set[str](), 0
     for entry in manifest.files:
         if entry.name.endswith(".parquet"):
             start, end = end, end + entry.rows
-            is_shown = start < stop and first < end
-            names |= {entry.name, entry.name.replace(".parquet", ".safetensors")} if is_shown else set()
-            names |= {entry.name} if manifest.kind in SUMMARIZED else set()
+            if start < stop and first < end:
+                names |= {entry.name, entry.name.replace(".parquet", ".safetensors")}
     return names
 
 
-def summary(manifest: Manifest, rows: Rows) -> dict[str, str]:
-    """Return the manifest's facts, and how much of the answers is repetition."""
+def summary(manifest: Manifest) -> dict[str, str]:
+    """Return the manifest's facts."""
     facts = {name.replace("_", " "): f"{value:,}" for name, value in manifest.counts.items()}
-    if manifest.kind in SUMMARIZED:
-        sequences = [(row["input_ids"], row["loss_mask"]) for row in rows.iterate()]
-        grams = distinct_4grams(ids[start:end] for ids, mask in sequences for start, end in spans(mask))
-        facts["answers' tokens"] = Repetition.of(sequences).text()
-        facts |= {} if grams is None else {"distinct 4-grams": f"{grams:.2f}, each answer for itself"}
     facts["bytes"] = f"{sum(entry.bytes for entry in manifest.files):,}, sizes right, and hashes of what is read"
 
     for name, value in {"sampling": manifest.sampling or {}, **manifest.identity}.items():

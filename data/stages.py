@@ -296,13 +296,11 @@ class InspectConfig:
         data: Directory of prompts, responses, acceptance labels, rollouts or features.
         row: Number of the first row to show.
         rows: How many rows to show; 0 shows the summary only.
-        tokenizer: Model whose tokenizer turns ids into text. Default: the target that the artifact was made with.
     """
 
     data: Path = volatile()
     row: int = 0
     rows: int = 1
-    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, row=0, rows=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import shutil
@@ -37,7 +36,7 @@ def test_every_kind_is_shown(chain, capsys, stage):
     run(InspectConfig(chain.directory(stage), row=1, rows=2))
     shown = capsys.readouterr().out
     assert f"{stage} in" in shown and "hashes of what is read" in shown and "row 2, id row-2" in shown
-    assert {"prompts": "user: ", "responses": "distinct 4-grams", "acceptance": "draft Y", "features": "all finite"}[
+    assert {"prompts": "user: ", "responses": "counted by the loss", "acceptance": "draft Y", "features": "all finite"}[
         stage
     ] in shown
 
@@ -92,6 +91,9 @@ def test_letters_that_stdout_has_not_are_printed_as_codes(pair, tmp_path, monkey
 def test_a_row_that_is_not_there_and_another_tokenizer(chain, tmp_path, pair):
     with pytest.raises(InputError, match="row: found 11, expected less than 11"):
         run(InspectConfig(chain.directory("prompts"), row=11))
-    config = InspectConfig(chain.directory("prompts"))
-    with pytest.raises(InputError, match="model: found"):
-        run(dataclasses.replace(config, tokenizer=str(tmp_path / "nothing")))
+    copy = Path(shutil.copytree(chain.directory("prompts"), tmp_path / "prompts"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["config"]["target"] = "embedded:target"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="target: found embedded:target with tokenizer"):
+        run(InspectConfig(copy))
