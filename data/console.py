@@ -1,7 +1,7 @@
 """Console output of commands: results on stdout (text and tables, or one JSON document), notes and progress on stderr.
 
-In a table that does not fit a terminal the texts are folded, so that no name or number is cut. In a pipe or a file it
-has its full width.
+In a table that does not fit a terminal cells are folded, so that no name or number is cut. In a pipe or a file it has
+its full width.
 
 Control characters of names, replies and texts are printed as escapes, in logs too, which may be shown in a terminal
 later. Data stay as they are: the values of the JSON document, and what `decode` answers into a pipe or a file.
@@ -265,7 +265,7 @@ def print_facts(facts: Mapping[str, Any], title: str = "", key: str = "facts") -
     if title:
         console.print(Text(title, "bold"), soft_wrap=True)
     grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(overflow="fold", style="cyan")
     grid.add_column(overflow="fold")
     for name, value in facts.items():
         grid.add_row(Text(f"  {name}"), _as_text("-" if value is None else value))
@@ -289,16 +289,13 @@ def merged(table: Table) -> Table:
 
 
 def draw_table(console: Console, table: Table, bold: str = "") -> None:
-    """Print a table, its texts folded where the console has no room for them."""
+    """Print a table, its cells folded where the console has no room for them."""
     if table.title:
         console.print(Text(f"\n{table.title}", "bold"), soft_wrap=True)
     whole = merged(table)
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in whole.columns:
-        is_number = bool(column.format)
-        grid.add_column(
-            Text(column.title), "", justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
-        )
+        grid.add_column(Text(column.title), justify="right" if column.format else "left", overflow="fold")
     for cells, row in zip(whole.rows, table.rows, strict=True):
         grid.add_row(*cells.values(), style="bold" if bold and row.get(bold) else "")
     console.print(grid)

@@ -83,7 +83,6 @@ def print_row(row: dict[str, Any], kind: str, directory: Path, tokenizer: Any) -
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if kind == "responses":
         notes.append("ended" if row["ended"] else "cut off")
-        notes += ["re-tokenized"] if row["retokenized"] else []
     if kind == "features":
         stored = FeatureFiles(directory).read(row["shard"], feature_key(row["row"]), f"row {row['id']}")
         features = decode(stored).float()

@@ -31,7 +31,7 @@ from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.types import SamplingParams
 
-LABELS = ("log_p", "log_q", "accept_prob", "overlap")
+LABELS = ("log_p", "log_q", "accept_prob")
 MIXED_FIELDS = (
     *TEXT_FIELDS,
     Field("draft_ids", "list<int32>", ("R",)),
@@ -60,11 +60,10 @@ def label_tokens(
     tokens: those that were drafted; None takes Y ~ q, drawn with uniforms [N] in [0, 1).
 
     Returns draft_ids [N] int64 (NO_TOKEN where q has a NaN) and, in float32 [N], log_p and log_q of Y (-inf where p is
-    0), accept_prob, the probability that the target accepts Y, min(1, p/q), and overlap, sum_v min(p, q), its
-    expectation over q.
+    0) and accept_prob, the probability that the target accepts Y, min(1, p/q).
 
-    Greedy distributions are one-hot and say nothing about confidence: then Y is the draft's argmax, accept_prob and
-    overlap are 1 if it is the target's too, else 0, and log_p and log_q are those at temperature 1.
+    Greedy distributions are one-hot and say nothing about confidence: then Y is the draft's argmax, accept_prob is 1 if
+    it is the target's too, else 0, and log_p and log_q are those at temperature 1.
     """
     p, q = (
         probabilities(logits, SamplingParams(1.0) if params.greedy else params)
@@ -75,12 +74,11 @@ def label_tokens(
         tokens = best_tokens(draft_logits) if uniforms is None or params.greedy else draw_rows(q, uniforms)
     p_drafted, q_drafted = (prob.gather(-1, tokens.clamp_min(0)[:, None])[:, 0] for prob in (p, q))
     if params.greedy:
-        accept_prob = overlap = (best_tokens(target_logits) == tokens).to(p.dtype)
+        accept_prob = (best_tokens(target_logits) == tokens).to(p.dtype)
     else:
         # Here q > 0: a token of probability zero is never drawn.
         accept_prob = (p_drafted / q_drafted).clamp(max=1.0)
-        overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
-    labels = {"log_p": p_drafted.log(), "log_q": q_drafted.log(), "accept_prob": accept_prob, "overlap": overlap}
+    labels = {"log_p": p_drafted.log(), "log_q": q_drafted.log(), "accept_prob": accept_prob}
     return {"draft_ids": tokens, **{name: values.float() for name, values in labels.items()}}
 
 

@@ -46,7 +46,6 @@ TEXT_FIELDS = (
 FIELDS = (
     *TEXT_FIELDS,
     Field("ended", "bool"),
-    Field("retokenized", "bool"),
     Field("task", "string"),
 )
 

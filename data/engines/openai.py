@@ -1,7 +1,7 @@
 """Responses from a running server whose completions take token ids: vLLM, SGLang. llama.cpp's: `llamacpp.py`.
 
-A server samples with its own random numbers, so a rebuilt shard can hold other tokens, with seeds or without. Returned
-token ids are stored; if only text comes back, it is tokenized again and the row is marked.
+A server samples with its own random numbers, so a rebuilt shard can hold other tokens, with seeds or without. The token
+ids that it returns are stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from draftsmith.data.ranks import place
 from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.shards import Shard, ShardContent, read_done
-from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, check_context
 from draftsmith.data.text.turns import AnswerSettings, BeginConversation, Conversation, TargetTurn, shard_content
 from draftsmith.modules.pretrained.identity import config_hash, template_hash
@@ -27,7 +26,6 @@ from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.pretrained.tokenizers import closing_tokens
 from draftsmith.modules.types import InputError
 
-TOKEN_CHARS = 512  # more than any token of a vocabulary has, runs of blanks included
 REPLY = {
     "choices": [
         {
@@ -104,12 +102,9 @@ class ServerEngine:
         limit, count = self.limit(row), usage.get("completion_tokens")
         if count is not None and not 0 <= count <= limit:
             raise RowError(f"completion_tokens {count:,}, expected at most {limit:,}")
-        text, ids = choice.get("text"), choice.get("token_ids")
-        read_text = text if ids is None else None
-        ids = self._ids_of(text, ids, limit, count)
-        # A text has no end token, and a server may leave it out of the ids: its count of tokens tells. vLLM and SGLang
-        # may name it.
-        hidden = read_text is not None or count is None or count > len(ids)
+        ids = self._ids_of(choice.get("text"), choice.get("token_ids"), limit, count)
+        # A server may leave the end token out of the ids: its count of tokens tells. vLLM and SGLang may name it.
+        hidden = count is None or count > len(ids)
         if choice["finish_reason"] == "stop" and hidden and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             named = [end for end in self.eos_ids if end in (choice.get("stop_reason"), choice.get("matched_stop"))]
             ids = [*ids, [*named, *self.likely_ends][0]]
@@ -117,7 +112,7 @@ class ServerEngine:
             raise RowError(f"{len(ids):,} tokens, expected one or more within the context")
         self.check_end(ids)
         ended = ids[-1] in self.eos_ids and not self.settings.ignore_eos
-        return TargetTurn(ids, ended, read_text)
+        return TargetTurn(ids, ended)
 
     def check_end(self, ids: Sequence[int]) -> None:
         """Raise RowError for tokens behind an end token of the target, where no in-process engine goes on."""
@@ -126,13 +121,9 @@ class ServerEngine:
             raise RowError(f"tokens behind the end token {inner[0]}, expected a server that stops at each of {stops}")
 
     def _ids_of(self, text: str | None, ids: list[int] | None, limit: int, count: int | None) -> list[int]:
-        """Return the token ids of a reply, checked against its text and its count of tokens, or those of its text."""
+        """Return the token ids of a reply, checked against its text and its count of tokens."""
         if ids is None:
-            if text is None:
-                raise RowError("neither text nor token ids")
-            if len(text) > limit * TOKEN_CHARS:  # a tokenizer takes hundreds of bytes for each character
-                raise RowError(f"a text of {len(text):,} characters, expected at most {limit:,} tokens")
-            return list(self.tokenizer(well_formed(text, "the reply"), add_special_tokens=False)["input_ids"])
+            raise RowError("a reply without token ids, expected a vLLM or SGLang that obeys return_token_ids")
         check_sampled(ids, limit, self.vocab_size)
         if count is not None and count < len(ids):  # with the prompt in front, for example
             raise RowError(f"{len(ids):,} token ids with completion_tokens {count:,}, expected as many or fewer")

@@ -11,7 +11,7 @@ import glob
 import hashlib
 import json
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,15 +252,6 @@ def loading(name: str) -> Iterator[None]:
         raise InputError("source", f"{name}, unreadable ({reason})", A_SOURCE, remedy) from error
 
 
-def _refuse_packed(files: Iterable[Path]) -> None:
-    """Raise InputError for a packed file, which `datasets` would unpack into its cache, whatever its name."""
-    from datasets.utils.extract import Extractor
-
-    for file in files:
-        if kind := Extractor.infer_extractor_format(file):
-            raise InputError("source", f"{file}, a {kind} file by its content", A_SOURCE, "Unpack it.")
-
-
 def _open_file(path: str, split: str | None) -> RowSource:
     """Open a file, or JSON lines at an address."""
     import datasets
@@ -268,7 +259,6 @@ def _open_file(path: str, split: str | None) -> RowSource:
     # A link may change: what is read, and its hash, are of one file.
     file, suffix = Path(path).resolve(), Path(path).suffix.lower()
     is_table, is_local = suffix == ".parquet", file.is_file()
-    _refuse_packed([file] if is_local else [])
     content = file_sha256(file) if is_local else None
     with loading(path):
         if is_local and not file.stat().st_size:
@@ -322,8 +312,6 @@ def _open_data_set(name: str, split: str | None, subset: str | None) -> RowSourc
     import datasets
 
     path = Path(name)
-    # Others may say by their names that they are packed.
-    _refuse_packed(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     with loading(name):
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             splits = datasets.load_from_disk(str(path.resolve()))

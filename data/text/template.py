@@ -236,22 +236,20 @@ def follow_answer(
     inputs: TemplateInputs,
     answer: Sequence[int],
     following: Messages,
-    text: str | None = None,
 ) -> tuple[Messages, list[int]]:
     """Return a conversation with an answer and the messages behind it, and its tokens up to the next answer.
 
     The answer is shown as a server shows it: its text, through the template. An answer whose special tokens say more
     than where it ends (channels, calls of tools) would lose that: its tokens are repeated as they were sampled.
 
-    asked: tokens of `messages`, that were answered. text: of the answer, if a server returned it.
+    asked: tokens of `messages`, that were answered.
 
     Raises:
         RowError: the template refuses the conversation.
     """
     special = special_tokens(tokenizer)
     body = answer[:-1] if answer and answer[-1] in special else answer
-    if text is None:
-        text = tokenizer.decode(list(answer), skip_special_tokens=True)
+    text = tokenizer.decode(list(answer), skip_special_tokens=True)
     answered = [*messages, {"role": "assistant", "content": text}, *following]
     repeated = any(message["role"] == "assistant" for message in messages) and list(asked) != prompt_ids(
         tokenizer, messages, inputs

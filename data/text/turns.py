@@ -27,14 +27,10 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 @dataclass(frozen=True)
 class TargetTurn:
-    """The target's answer in one turn.
-
-    tokens: as sampled. ended: whether the last token is an end token. text: a server's, if the tokens come from it.
-    """
+    """The target's answer in one turn, as sampled. ended: whether the last token is an end token."""
 
     tokens: Sequence[int]
     ended: bool
-    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,14 @@ class Conversation:
         row = self._row_for(self.prompt)
         row["input_ids"] += answer.tokens
         row["loss_mask"] += [True] * len(answer.tokens)
-        row["ended"], row["retokenized"] = answer.ended, row["retokenized"] or answer.text is not None
+        row["ended"] = answer.ended
 
         asked, self.prompt = self.prompt, None
         if not self._later:
             return
         reason, messages, prompt = "", self.messages, list[int]()
         try:
-            conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0], answer.text)
+            conversation = (asked, self.messages, self._inputs, answer.tokens, self._later[0])
             messages, prompt = follow_answer(self._tokenizer, *conversation)
         except RowError:
             reason = "turns_refused_by_template"
@@ -131,7 +127,7 @@ class Conversation:
             self.counts[SPLIT] += 1
         row_id = self._prompt_row["id"] if self.turn == self._first else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
-        row |= {"ended": False, "retokenized": False, "task": self._prompt_row["task"]}
+        row |= {"ended": False, "task": self._prompt_row["task"]}
         self.rows.append(row)
         return row
 
@@ -149,7 +145,6 @@ def shard_content(conversations: Sequence[Conversation]) -> ShardContent:
         answers=sum(len(spans(mask)) for mask in masks),
         response_tokens=sum(map(sum, masks)),
         ended=sum(row["ended"] for row in rows),
-        retokenized=sum(row["retokenized"] for row in rows),
     )
     for conversation in conversations:
         counts.update(conversation.counts)

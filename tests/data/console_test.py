@@ -69,7 +69,7 @@ def test_a_pipe_has_the_whole_width(capsys, monkeypatch):
     row = ("a " * 100).strip(), "b" * 100
     print_table(table_from_cells("wide", ("words", "word"), [row]))
     print_facts({"name": row[0], "none": None}, "title")
-    out = capsys.readouterr().out.splitlines()
+    out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert f" {row[0]}  {row[1]}" in out and f"  name  {row[0]}" in out and "  none  -" in out
 
 

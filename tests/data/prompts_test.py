@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import datasets
@@ -173,32 +170,6 @@ def test_a_missing_source_is_an_input_error(tmp_path):
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(InputError, match=r"expected a \.jsonl"):
         open_source(str(tmp_path / "x.csv"))
-
-
-def tar(content: bytes) -> bytes:
-    with tarfile.open(fileobj=(packed := io.BytesIO()), mode="w") as archive:
-        (entry := tarfile.TarInfo("rows.jsonl")).size = len(content)
-        archive.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
-
-
-PACKED = {"gzip": gzip.compress, "tar": tar, "7z": b"7z\xbc\xaf'\x1c".__add__}
-
-
-@pytest.mark.parametrize("kind", PACKED)
-def test_a_packed_file_is_refused_by_its_content(tmp_path, kind):
-    """Alone, or in a folder, where a name may say that a file is packed."""
-    (path := tmp_path / "x.jsonl").write_bytes(PACKED[kind](b'{"prompt": "Hi"}\n'))
-    for source in (path, tmp_path):
-        with pytest.raises(InputError, match=rf"x\.jsonl, a {kind} file by its content, expected .* Unpack it"):
-            open_source(str(source))
-
-
-def test_a_package_that_is_missing_to_unpack_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "PY7ZR_AVAILABLE", False)
-    (tmp_path / "x.jsonl.7z").write_bytes(PACKED["7z"](b"x"))
-    with pytest.raises(InputError, match=r"py7zr.* Unpack it, or install the package that reads it\.$"):
-        open_source(str(tmp_path))
 
 
 def test_several_sources_are_read_one_after_the_other(pair, tmp_path):

@@ -18,11 +18,9 @@ def token_labels(p_logits: Tensor, q_logits: Tensor, token: int, params: Samplin
     Greedy: agreement of the first choices, and log-probabilities at temperature 1.
     """
     p, q = (warped(logits, params if params.temperature else SamplingParams(1.0)) for logits in (p_logits, q_logits))
-    accept, overlap = min(1.0, p[token] / q[token]), sum(map(min, p, q))
-    if not params.temperature:
-        accept = overlap = float(token == int(p_logits.argmax()))
+    accept = min(1.0, p[token] / q[token]) if params.temperature else float(token == int(p_logits.argmax()))
     log_p = math.log(p[token]) if p[token] else -math.inf
-    return {"log_p": log_p, "log_q": math.log(q[token]), "accept_prob": accept, "overlap": overlap}
+    return {"log_p": log_p, "log_q": math.log(q[token]), "accept_prob": accept}
 
 
 def drawn(logits: Tensor, params: SamplingParams, uniform: float) -> int:

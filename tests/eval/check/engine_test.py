@@ -166,7 +166,10 @@ def test_another_chat_template_is_located(gate, engine):
 
 @pytest.mark.parametrize(
     ("fault", "value", "said"),
-    [("more_requests", 1, "2 requests counted where one was sent"), ("returns_ids", False, "text without token ids")],
+    [
+        ("more_requests", 1, "2 requests counted where one was sent"),
+        ("returns_ids", False, "a reply without token ids"),
+    ],
 )
 def test_a_server_that_cannot_be_compared_is_refused(gate, engine, fault, value, said):
     server = engine("eagle")
