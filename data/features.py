@@ -7,12 +7,8 @@ states of some layers side by side (`DraftHead.aux_layers`), unshifted. Features
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +32,7 @@ from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, read_do
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import drafters
 from draftsmith.modules.attention import Documents, group_by_length
-from draftsmith.modules.finite import NonFinite, broken_row, first_broken, name_nonfinite
+from draftsmith.modules.finite import NonFinite, first_broken, name_nonfinite
 from draftsmith.modules.llama_config import LlamaConfig
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import check_disk
@@ -44,7 +40,6 @@ from draftsmith.modules.pretrained.identity import captured
 from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.proof import prove_reading
-from draftsmith.modules.transfer import to_host_together
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -58,8 +53,6 @@ FIELDS = (
 )
 # A token's id and mask bit in the index, beside its states.
 INDEX_BYTES_PER_TOKEN = 5
-# Batches that are read before the first of them has to be on the host.
-BATCHES_AHEAD = 2
 
 
 @sole_writer(shared=True)
@@ -212,8 +205,7 @@ def check_room(plan: StagePlan, rows: Rows, token_bytes: int) -> None:
 class OwnStates:
     """States that our own engine computes, in batches of similar length.
 
-    A batch is encoded and checked on the model's device and comes to the host in one transfer, while the next batches
-    are read.
+    A batch is encoded and checked on the model's device, and comes to the host as it is stored.
 
     teacher: proof of what is stored (`prove`), for the manifest.
     """
@@ -251,45 +243,19 @@ class OwnStates:
             NonFinite: names the row and the position in it.
         """
         lengths = [len(row) for row in rows]
-        reading: deque[tuple[list[int], Future[list[Stored]]]] = deque()
-
-        def take() -> Iterator[tuple[int, Stored]]:
-            batch, received = reading.popleft()
-            yield from zip(batch, received.result(), strict=True)
-
-        with ThreadPoolExecutor(1, "features") as receiver:
-            for batch in group_by_length(lengths, self.config.tokens_per_batch):
-                own = [lengths[i] for i in batch]
-                features = self._compute([rows[i] for i in batch])
-                stored = feature_codec.encode(features, self.config.feature_dtype)
-                sent = to_host_together([broken_row(features), *stored.values()])
-                reading.append((batch, receiver.submit(split_rows, sent, list(stored), batch, own)))
-                if len(reading) > BATCHES_AHEAD:
-                    yield from take()
-            while reading:
-                yield from take()
+        for batch in group_by_length(lengths, self.config.tokens_per_batch):
+            own = [lengths[i] for i in batch]
+            features = self._compute([rows[i] for i in batch])
+            if first_broken(features) is not None:
+                broken = [first_broken(part) for part in features.split(own)]
+                row = next(n for n, place in enumerate(broken) if place is not None)
+                raise NonFinite("hidden states", "target", broken[row], batch[row])
+            stored = feature_codec.encode(features, self.config.feature_dtype)
+            parts = {suffix: values.cpu().split(own) for suffix, values in stored.items()}
+            for at, number in enumerate(batch):
+                yield number, {suffix: split[at] for suffix, split in parts.items()}
 
     def _compute(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Compute features [N, L*H] of rows that are read side by side, row behind row."""
         padded = self.lm.features(pad_right(rows, self.lm), aux_layers=self.aux_layers)  # [B, T, L*H]
         return Documents.of([len(row) for row in rows], self.lm.device).unpad(padded)[0]
-
-
-def split_rows(
-    sent: Callable[[], list[torch.Tensor]], suffixes: Sequence[str], batch: Sequence[int], lengths: Sequence[int]
-) -> list[Stored]:
-    """Wait for a batch and return each row's encoded features, by suffix, as views.
-
-    sent: returns the first broken token of the batch, or -1, and its encoded features, row behind row. batch, lengths:
-    numbers and tokens of its rows.
-
-    Raises:
-        NonFinite: names the row and the position in it.
-    """
-    broken, *parts = sent()
-    ends = list(itertools.accumulate(lengths))
-    if (place := int(broken)) >= 0:
-        row = bisect.bisect_right(ends, place)
-        raise NonFinite("hidden states", "target", place - ends[row] + lengths[row], batch[row])
-    split = [part.split(list(lengths)) for part in parts]
-    return [dict(zip(suffixes, own, strict=True)) for own in zip(*split, strict=True)]

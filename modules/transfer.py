@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Whole numbers, in nested lists of one shape.
@@ -31,32 +30,6 @@ def to_device_together(values: Sequence[Integers], device: torch.device) -> list
     whole = to_device(torch.cat([tensor.flatten() for tensor in tensors]), device)
     parts = whole.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def to_host_together(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Send tensors of one device to the host in one transfer, into pinned memory.
-
-    Returns at once, with a function that waits for the transfer and returns the tensors of the host.
-    """
-    device = tensors[0].device
-    if device.type == "cpu":
-        return lambda: list(tensors)
-    # Each begins where any type may.
-    padded = [F.pad(own.contiguous().flatten().view(torch.uint8), (0, -own.nbytes % 8)) for own in tensors]
-    whole = torch.cat(padded)
-    on_host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_host.copy_(whole, non_blocking=True)
-    sent = torch.cuda.Event() if device.type == "cuda" else None
-    if sent is not None:
-        sent.record()
-
-    def received() -> list[Tensor]:
-        if sent is not None:
-            sent.synchronize()
-        parts = on_host.split([len(own) for own in padded])
-        return [part[: own.nbytes].view(own.dtype).view(own.shape) for part, own in zip(parts, tensors, strict=True)]
-
-    return received
 
 
 def true_places(mask: Tensor, count: int | None = None) -> Tensor:

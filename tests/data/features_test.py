@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data import features
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -27,39 +25,6 @@ def test_a_feature_is_the_state_after_the_final_norm_in_bf16(chain):
         assert item["features"].dtype == torch.bfloat16
         # bf16 keeps 8 bits of the mantissa.
         torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-3)
-
-
-def test_a_batch_comes_to_the_host_in_one_transfer(chain, remake, monkeypatch):
-    """Whatever its number of rows; and nothing else is asked of the model's device."""
-    batches, asked, waits = (
-        list[int](),
-        list[str](),
-        {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "nonzero"},
-    )
-    real = features.to_host_together
-
-    class Reads(TorchFunctionMode):
-        """Counts what would wait for a device, in the thread that reads the batches."""
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if getattr(func, "__name__", "") in waits:
-                asked.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    def counted(tensors):
-        batches.append(len(tensors))
-        return real(tensors)
-
-    monkeypatch.setattr(features, "to_host_together", counted)
-    # Once a run, before the batches.
-    monkeypatch.setattr(features.OwnStates, "prove", lambda self, row: None)
-    with Reads():
-        made = remake("features", tokens_per_batch=96, rows_per_shard=11)
-    assert 1 < len(batches) < 11 and set(batches) == {2}
-    # Masks of documents are made on the host, one a batch.
-    assert len(asked) <= len(batches), asked
-    for item, other in zip(open_dataset(made), open_dataset(chain.directory("features")), strict=True):
-        torch.testing.assert_close(item["features"], other["features"], rtol=2**-8, atol=1e-3)
 
 
 def test_supervised_prompts_bring_their_own_mask(chain, remake, tmp_path):
