@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from draftsmith.data.console import Advance, log_note
-from draftsmith.data.engines.own import check_lengths, note_slow_dtype, pad_right, set_threads
+from draftsmith.data.engines.own import check_lengths, pad_right, set_threads
 from draftsmith.data.engines.served_proof import ANSWERED_ROWS, Recorded, prove_served
 from draftsmith.data.engines.vllm_states import ServedStates, Stored
 from draftsmith.data.ranks import place
@@ -62,7 +62,6 @@ def run(config: FeaturesConfig) -> Path:
     (config, target), lm = config.open(config.target), None
     if config.server is None:
         lm = load_lm(target, **config.loading)
-        note_slow_dtype(lm)
     info, manifest = target.info, open_texts(config.data, target)
     rows, aux_layers = Rows(manifest, limit=config.limit, vocab_size=info.vocab_size), tuple[int, ...]()
     # Final states are there in any family; other layers are chosen by its shape.

@@ -1,4 +1,4 @@
-"""`data inspect`: print the summary of an artifact, and rows with their masks in color and their labels in a table."""
+"""`data inspect`: print the summary of an artifact, and rows with their masks in color."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.console import print_facts, print_table, print_text, table_from_cells
+from draftsmith.data.console import print_facts, print_text
 from draftsmith.data.stages import InspectConfig
 from draftsmith.data.store.datasets import feature_key
 from draftsmith.data.store.feature_codec import FeatureFiles, decode
@@ -23,7 +22,6 @@ from draftsmith.modules.types import InputError, without_controls
 
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED = "dim", "bold green"
-SHOWN = 24  # labels of a row
 
 
 def run(config: InspectConfig) -> None:
@@ -48,8 +46,6 @@ def run(config: InspectConfig) -> None:
         task = f", task {row['task']}" if row.get("task") else ""
         print_text(Text(without_controls(f"\nrow {number}, id {row['id']}{task}"), "bold"))
         print_row(row, manifest.kind, manifest.directory, tokenizer)
-        if manifest.kind in ("acceptance", "rollouts"):
-            print_labels(row, manifest.config["depth"] if manifest.kind == "rollouts" else 1, tokenizer)
 
 
 def files_read(manifest: Manifest, first: int, stop: int) -> set[str]:
@@ -107,16 +103,3 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, bracke
         piece = without_controls(tokenizer.decode([ids[at] for at in run]))
         text.append(f"⟦{piece}⟧" if counted and bracketed else piece, style=COUNTED if counted else PROMPT)
     return text
-
-
-def print_labels(row: dict[str, Any], depth: int, tokenizer: Any) -> None:
-    """Print the first drafts of a row beside the target's text. depth: tokens of a draft."""
-    starts = row["starts"] if "starts" in row else np.flatnonzero(row["loss_mask"]).tolist()
-    cells = []
-    for number, start in enumerate(starts[:SHOWN]):
-        drafted = slice(number * depth, (number + 1) * depth)
-        texts = (
-            repr(tokenizer.decode(ids)) for ids in (row["input_ids"][start : start + depth], row["draft_ids"][drafted])
-        )
-        cells.append((str(start), *texts, " ".join(f"{prob:.3f}" for prob in row["accept_prob"][drafted])))
-    print_table(table_from_cells("labels", ("position", "target X", "draft Y", "P of each"), cells))

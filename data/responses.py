@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import Advance, log_note, print_text
-from draftsmith.data.engines.llamacpp import LlamaCppEngine, llamacpp_server
+from draftsmith.data.engines.llamacpp import LlamaCppEngine
 from draftsmith.data.engines.openai import ServerEngine, ServerShards
 from draftsmith.data.engines.own import OwnEngine, set_threads
 from draftsmith.data.ranks import place
@@ -67,7 +67,7 @@ def run(config: ResponsesConfig) -> Path:
     if manifest.counts.get("later_turns"):
         tokenizer = turns_tokenizer(target, manifest, config.chat_template)
     with ExitStack() as stack:
-        engine = stack.enter_context(open_engine(config, target, manifest, prompts))
+        engine = open_engine(config, target, manifest)
         # Later turns keep the length that the first ones were limited to.
         bounds = [bound for bound in (manifest.config.get("max_length"), engine.context) if bound]
 
@@ -103,25 +103,16 @@ def run(config: ResponsesConfig) -> Path:
     return config.output
 
 
-def open_engine(
-    config: ResponsesConfig, target: Checkpoint, manifest: Manifest, prompts: Rows
-) -> AbstractContextManager[OwnEngine | ServerEngine]:
+def open_engine(config: ResponsesConfig, target: Checkpoint, manifest: Manifest) -> OwnEngine | ServerEngine:
     """Open the engine that `config.engine` names. manifest: of the prompts."""
     settings = AnswerSettings(target, config.sampling, config.max_new_tokens, config.ignore_eos, config.seed)
     if config.engine == "openai":
-        if config.dialect == "llamacpp":
-            return nullcontext(LlamaCppEngine(config, settings))
-        return nullcontext(ServerEngine(config, settings, manifest.identity["chat_template"]))
+        return ServerEngine(config, settings, manifest.identity["chat_template"])
     if config.engine == "llamacpp":
-        # Every slot has room for the longest conversation.
-        room = max(len(row["prompt_ids"]) for row in prompts.iterate()) + config.max_new_tokens + 1
-        if manifest.counts.get("later_turns"):
-            room = manifest.config.get("max_length") or target.shape.max_position or room
-        slots = min(config.batch_size, len(prompts))
-        return llamacpp_server(settings, config.engine_path, slots, room, config.num_threads)
+        return LlamaCppEngine(config, settings)
     # The weights are packed, as decoding reads them.
     lm = load_lm(settings.target, **config.loading, packed=True)
-    return nullcontext(OwnEngine(settings, lm, config.batch_size))
+    return OwnEngine(settings, lm, config.batch_size)
 
 
 def answer_shard(

@@ -112,8 +112,6 @@ class ServerConfig:
     Attributes:
         server: Its address, such as http://127.0.0.1:8000, with a path where that is not /v1.
         server_model: Name of the model at the server; default: the value of `target`.
-        dialect: vllm sends token ids to OpenAI's completions, as vLLM and SGLang take them; llamacpp asks the own
-            endpoint of llama-server.
         concurrency: Requests in flight at once.
         timeout_s: Longest wait for one whole reply, in seconds.
         retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
@@ -128,7 +126,6 @@ class ServerConfig:
 
     server: str = volatile("http://127.0.0.1:8000")
     server_model: str | None = volatile(None)
-    dialect: Literal["vllm", "llamacpp"] = "vllm"
     concurrency: int = volatile(32)
     timeout_s: float = volatile(ANSWER_S)
     retries: int = volatile(6)
@@ -155,9 +152,8 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         data: Directory that `data prompts` wrote.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
-        engine: own: in process, with our own batching. llamacpp: by llama.cpp's server, which is started with the
-            target's GGUF file and answers `batch_size` prompts at a time. openai: through a running server: vLLM,
-            SGLang, llama.cpp or another.
+        engine: own: in process, with our own batching. openai: a running server whose completions take token ids, as
+            those of vLLM and SGLang. llamacpp: a running llama-server.
         max_new_tokens: Longest answer, in tokens. A cut answer is the last of its conversation.
         ignore_eos: Continue behind end tokens up to max_new_tokens, for prompts whose answers are too short to learn
             from. Then only the first turn of a conversation is answered.
@@ -167,14 +163,12 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
         rows_per_shard: Prompts per shard; what a killed run loses at most.
         chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
             tokenizer's own nor still at its former path.
-        engine_path: llama-server, for engine llamacpp. Default: that of `make engines` in this directory, or one on the
-            PATH.
     """
 
     data: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
-    engine: Literal["own", "llamacpp", "openai"] = "own"
+    engine: Literal["own", "openai", "llamacpp"] = "own"
     temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
@@ -183,7 +177,6 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
     batch_size: int = 32
     rows_per_shard: int = 256
     chat_template: Path | None = volatile(None)
-    engine_path: Path | None = volatile(None)
 
     @property
     def runs_here(self) -> bool:
@@ -192,9 +185,9 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
     def __post_init__(self) -> None:
         check_ranges(self, max_new_tokens=1, batch_size=1, rows_per_shard=1, limit=0, num_threads=0)
         ServerConfig.__post_init__(self)
-        if self.engine != "openai":
+        if self.engine == "own":
             names = [field.name for field in dataclasses.fields(ServerConfig)]
-            check_left_out(self, names, f"with --engine {self.engine}", "--engine openai, which asks a server")
+            check_left_out(self, names, "with --engine own", "--engine openai or llamacpp, which asks a server")
         # Check the sampling settings before anything is loaded.
         _ = self.sampling
 

@@ -1,20 +1,16 @@
-"""Responses from a llama.cpp server: one that is running, or one that is started with the target's GGUF file."""
+"""Responses from a running llama.cpp server."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.engines.openai import ServerEngine, check_sampled
-from draftsmith.data.engines.process import running
 from draftsmith.data.engines.server import Server
 from draftsmith.data.stages import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings, TargetTurn
-from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.reading import misfits
 from draftsmith.modules.types import InputError
 
@@ -81,28 +77,3 @@ class LlamaCppEngine(ServerEngine):
             raise RowError("an empty response")
         self.check_end(ids)
         return TargetTurn(ids, reply["stop_type"] == "eos")
-
-
-@contextmanager
-def llamacpp_server(
-    settings: AnswerSettings, binary: Path | None, slots: int, context: int, threads: int
-) -> Iterator[LlamaCppEngine]:
-    """Start a server with the target's GGUF file, and yield what asks it; it ends with the context.
-
-    slots: prompts answered at a time. context: most tokens of a prompt with its answer. threads: 0 is llama.cpp's own.
-
-    Raises:
-        InputError: the target is no GGUF file, or the server does not start.
-    """
-    file = resolve_model(settings.target.path)
-    if not file.endswith(".gguf"):
-        remedy = "Pass the file that is served."
-        raise InputError("target", settings.target.path, "a GGUF file, for --engine llamacpp", remedy)
-    words = [str(server_binary(binary)), "--model", file, "--parallel", str(slots)]
-    words += ["--ctx-size", str(slots * context), "--fit", "off", "--no-cache-prompt", "--cache-ram", "0"]
-    if threads:
-        words += ["--threads", str(threads), "--threads-batch", str(threads)]
-    with running(words, {}) as url:
-        engine = LlamaCppEngine(ServerConfig(server=url, concurrency=slots), settings)
-        engine.context = min(engine.context or context, context)
-        yield engine

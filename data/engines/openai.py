@@ -85,7 +85,7 @@ class ServerEngine:
             InputError: another model replied, so that no reply is usable.
         """
         for wrong, expected in misfits(reply, REPLY):
-            raise RowError(f"a reply with {wrong}, expected {expected}; check --server and --dialect")
+            raise RowError(f"a reply with {wrong}, expected {expected}; check --server and --engine")
         if not reply["choices"] or reply["choices"][0]["finish_reason"] not in ("stop", "length"):
             found = json.dumps(reply["choices"])[:SHOWN_CHARS]
             raise RowError(f"choices {found}, expected finish_reason stop or length")

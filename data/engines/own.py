@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.console import log_note
 from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.data.store.shards import row_generator
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
@@ -95,17 +94,6 @@ def pad_right(rows: Sequence[Sequence[int]], lm: CausalLM) -> Tensor:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=lm.device)
 
 
-def bfloat16_is_fast() -> bool:
-    """Return whether this CPU has AVX-512, or multiplies in bfloat16; on others float32 is faster."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def note_slow_dtype(lm: CausalLM) -> None:
-    """Log that the model runs in bfloat16 on a CPU that has to emulate it."""
-    if lm.dtype == torch.bfloat16 and lm.device.type == "cpu" and not bfloat16_is_fast():
-        log_note("note: this CPU has no AVX-512, and takes several times as long for bfloat16 as for --dtype float32")
-
-
 def set_threads(num_threads: int) -> None:
     """Set torch's CPU threads; 0 keeps its default."""
     if num_threads:
@@ -122,7 +110,6 @@ class OwnEngine:
     def __init__(self, settings: AnswerSettings, lm: CausalLM, batch_size: int):
         """lm: the target."""
         self.settings, self.lm, self._batch_size = settings, lm, batch_size
-        note_slow_dtype(lm)
         self.context, self.identity = lm.info.max_position, {"target": lm.info.identity}
 
     def answers(self, turns: Sequence[PendingTurn]) -> Iterator[tuple[int, TargetTurn]]:

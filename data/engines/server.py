@@ -180,7 +180,7 @@ class Server:
                 return json.loads(content)
         except (ValueError, RecursionError):
             found = f"no JSON, {found}"
-        remedy = "Check the address (it ends with /v1 at most servers), the model and the dialect."
+        remedy = "Check the address (it ends with /v1 at most servers), the model and --engine."
         raise InputError("server", f"{self.url}/{path}: {found}", "a reply", remedy)
 
     @contextlib.contextmanager

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from worlds import padded, tiny_llama_dir
 
 from draftsmith.data import acceptance
-from draftsmith.data.inspect import InspectConfig
-from draftsmith.data.inspect import run as inspect
 from draftsmith.data.labels import MixedTextLabels, Rollouts, label_tokens, reached
 from draftsmith.data.store.datasets import collate_rollouts, open_dataset
 from draftsmith.data.store.manifest import Manifest
@@ -244,13 +242,6 @@ def test_a_token_counts_as_often_as_a_round_verifies_it(eagle_labels):
     error = 5 * (reached * (1 - reached) / epochs).sqrt()
     assert ((masks.flatten(1).float().mean(0) - reached).abs() <= error + 1e-6).all()
     assert torch.equal(data.item(1, 7)["loss_mask"], data.item(1, 7)["loss_mask"])
-
-
-def test_drafts_are_shown(eagle_labels, capsys):
-    inspect(InspectConfig(eagle_labels[0], row=1))
-    shown = capsys.readouterr().out
-    assert "rollouts in" in shown and "temperature 1," in shown and "row 1, id row-1" in shown
-    assert "⟦" in shown and "draft Y" in shown
 
 
 def test_labels_are_for_the_temperature_of_the_responses(remake):

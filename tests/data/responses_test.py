@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from worlds import CONTEXT, tiny_llama_dir
 
 from draftsmith.data import prompts, responses
-from draftsmith.data.engines import own
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.store.manifest import Manifest
@@ -86,13 +85,6 @@ def test_other_options_begin_anew_where_no_shard_is_finished(chain, remake, tmp_
     assert "begun anew with another config.max_new_tokens: 9, now 4" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(InputError, match=r"begun with another config\.max_new_tokens"):
         remake("responses")
-
-
-def test_bfloat16_that_a_cpu_emulates_is_named(remake, tmp_path, monkeypatch, capsys):
-    for fast in (True, False):
-        monkeypatch.setattr(own, "bfloat16_is_fast", lambda fast=fast: fast)
-        remake("responses", output=tmp_path / str(fast), dtype="bfloat16", limit=1, max_new_tokens=1)
-        assert ("this CPU has no AVX-512" in capsys.readouterr().err) is not fast
 
 
 def test_uniforms_are_of_their_stage_seed_and_row():

@@ -113,9 +113,9 @@ def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
     drafting = ["-md", str(tmp_path / "draft/draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
     for name, more in (("plain", []), ("drafted", drafting)):
         with running([*words, *more, "--no-cache-prompt", "--metrics"], {}) as url:
-            asked: Any = {"server": f"{url}/v1", "dialect": "llamacpp", "concurrency": 4}
+            asked: Any = {"server": f"{url}/v1", "concurrency": 4}
             make_responses(
-                ResponsesConfig(prompts, target, tmp_path / name, engine="openai", max_new_tokens=48, **asked)
+                ResponsesConfig(prompts, target, tmp_path / name, engine="llamacpp", max_new_tokens=48, **asked)
             )
             metrics = httpx.get(f"{url}/metrics").text
             counts.append(int(re.findall(r"^llamacpp:n_decode_total (\d+)", metrics, re.MULTILINE)[0]))

@@ -1,4 +1,4 @@
-"""The `openai` engine against an HTTP server that speaks vLLM's dialect."""
+"""The `openai` engine against an HTTP server that speaks as vLLM does."""
 
 from __future__ import annotations
 

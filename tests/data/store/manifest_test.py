@@ -170,7 +170,7 @@ def test_a_command_line_names_what_is_not_default(tmp_path):
         f"draftsmith data responses --data '{tmp_path}/a b' --target t --output {tmp_path}/o "
         "--trust-remote-code true --top-k 5"
     )
-    assert "dialect" in decisive(config) and "data" not in decisive(config)
+    assert "engine" in decisive(config) and "data" not in decisive(config)
 
 
 def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
