@@ -114,26 +114,23 @@ class ServerConfig:
         server_model: Name of the model at the server; default: the value of `target`.
         concurrency: Requests in flight at once.
         timeout_s: Longest wait for one whole reply, in seconds.
-        retries: Further attempts after a failure, with waits that double from half a second or follow Retry-After, at
-            most a minute each.
         max_failed: Prompts per shard that may fail; they are dropped and counted. With more failures the stage ends,
             and the same command continues with this shard.
         api_key_env: Environment variable that holds the API key.
     """
 
     help_group: ClassVar[str] = "Server"
-    help_rarely: ClassVar[tuple[str, ...]] = ("timeout_s", "retries", "max_failed", "api_key_env")
+    help_rarely: ClassVar[tuple[str, ...]] = ("timeout_s", "max_failed", "api_key_env")
 
     server: str = volatile("http://127.0.0.1:8000")
     server_model: str | None = volatile(None)
     concurrency: int = volatile(32)
     timeout_s: float = volatile(ANSWER_S)
-    retries: int = volatile(6)
     max_failed: int = volatile(0)
     api_key_env: str = volatile("OPENAI_API_KEY")
 
     def __post_init__(self) -> None:
-        check_ranges(self, concurrency=1, retries=0, max_failed=0)
+        check_ranges(self, concurrency=1, max_failed=0)
         if not 0 < self.timeout_s < math.inf:
             raise InputError("timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
         # An address with a password or a key is neither shown nor stored in a manifest.

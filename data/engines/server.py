@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RETRIED_STATUS = {408, 409, 425, 429}  # and 500 or above: busy, restarting, overloaded
 KEY_STATUS = {401, 403}
 PROMPT_STATUS = {400, 413, 422}  # other statuses of 300 and above concern the address, the key or the model
+RETRIES = 6  # attempts after a failure, with waits that double from half a second or follow Retry-After
 MAX_WAIT_S = 60.0  # between attempts
 NOTE_EVERY_S = 30.0  # while the server is unavailable
 INFO_S = 30.0  # longest wait for the server's description
@@ -39,14 +40,20 @@ class Server:
     """Requests to a server, without or with retries. Paths are relative to its address.
 
     kind: expected kind of server, for errors. root: paths begin before the version, /v1; else an
-        address without a path gets it. max_wait_s: longest pause between attempts, in seconds.
+        address without a path gets it. max_wait_s: longest pause between attempts, in seconds. retries: of `ask`,
+        RETRIES by default.
     """
 
     def __init__(
-        self, config: ServerConfig, kind: str = "a server", root: bool = False, max_wait_s: float = MAX_WAIT_S
+        self,
+        config: ServerConfig,
+        kind: str = "a server",
+        root: bool = False,
+        max_wait_s: float = MAX_WAIT_S,
+        retries: int | None = None,
     ):
         need_extra()
-        self.config, self.kind, self.max_wait_s = config, kind, max_wait_s
+        self.config, self.kind, self.max_wait_s, self._retries = config, kind, max_wait_s, retries
         self.url = config.server.rstrip("/")
         if root:
             self.url = self.url.removesuffix("/v1")
@@ -126,7 +133,7 @@ class Server:
         if self._client is None:
             limits = httpx.Limits(max_connections=self.config.concurrency)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
-        url, attempts = f"{self.url}/{path}", self.config.retries + 1
+        url, attempts = f"{self.url}/{path}", 1 + (RETRIES if self._retries is None else self._retries)
         for attempt in range(1, attempts + 1):
             # Random waits keep many clients from coming back at the same moment.
             wait_s = random.uniform(0.0, 0.5 * 2 ** min(attempt, 10))

@@ -29,8 +29,6 @@ from draftsmith.modules.targets.proof import TOP
 from draftsmith.modules.targets.readout import Readout
 from draftsmith.modules.types import InputError
 
-# Releases that have the states' cache and were read; 0.32 was run.
-RELEASES = ((0, 32), (0, 34))
 # How long a row may take after vLLM has read it, and how often it is asked for.
 LATE_S, ATTEMPTS = 30.0, 3
 # A server may be away for about an hour: attempts, and seconds between them.
@@ -40,14 +38,6 @@ ROUNDING = 0.01  # of a log-probability, in nats
 Stored = dict[str, Tensor]
 # Log-probabilities of some tokens, among them the text's own, behind each token of a row but the last.
 LogProbs = list[dict[int, float]]
-
-
-def check_release(version: str) -> None:
-    """Raise InputError unless this version of vLLM is one whose states are read here."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if not RELEASES[0] <= numbers < RELEASES[1]:
-        expected = " to ".join(".".join(map(str, release)) for release in RELEASES)
-        raise InputError("server", f"vLLM {version}", f"a version from {expected}", "Serve with one of these.")
 
 
 def connector_options(
@@ -98,8 +88,8 @@ class ServedStates(AbstractContextManager["ServedStates"]):
     def __init__(self, url: str, owner: Path, concurrency: int = 256):
         """owner: output directory of the command. With the rank it names the folder of this reader, so that a resumed
         command deletes the files of the killed one."""
-        server = ServerConfig(server=url, concurrency=concurrency, retries=RETRIES)
-        self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S)
+        server = ServerConfig(server=url, concurrency=concurrency)
+        self._server = Server(server, "a vLLM server", root=True, max_wait_s=MAX_WAIT_S, retries=RETRIES)
         name = f"{owner.absolute()}/{place().rank}"
         self._folder = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._reader: SpoolReader | None = None
@@ -108,9 +98,7 @@ class ServedStates(AbstractContextManager["ServedStates"]):
         self.asked, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
         self._replied: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
-        version = self._server.json("version", {"version": str})["version"]
-        check_release(version)
-        self.about = {"vllm": version}
+        self.about = {"vllm": self._server.json("version", {"version": str})["version"]}
         self.url = self._server.url
         self.model, most = self._server.served_model()
         # It reads a row as a prompt, behind which it answers a token.

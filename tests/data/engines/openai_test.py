@@ -134,7 +134,6 @@ def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     [
         ({"concurrency": 0}, "concurrency"),
         ({"timeout_s": float("inf")}, "timeout_s"),
-        ({"retries": -1}, "retries"),
         ({"server": "127.0.0.1:8000/v1"}, "server"),
         ({"server": "http://[::1/v1"}, "server"),
         ({"server": "http://h/v1?key=abc"}, r"server: found an address with @, \? or #, expected"),
@@ -162,18 +161,20 @@ def test_the_next_shard_is_asked_for_where_there_is_room(vllm_like, ask, expecte
 
 
 def test_failed_attempts_are_logged(vllm_like, ask, monkeypatch, capsys):
+    monkeypatch.setattr(http, "RETRIES", 1)
     monkeypatch.setattr(http, "NOTE_EVERY_S", 0.0)
     server = vllm_like()
     server.misbehave = lambda body: time.sleep(1.0) or (503, {}, {})
     with pytest.raises(InputError, match=r"no whole answer in 0\.3 s in 2 attempts"):
-        ask(server.url, retries=1, timeout_s=0.3)
+        ask(server.url, timeout_s=0.3)
     log = " ".join(capsys.readouterr().err.split())
     assert f"{server.url}/completions: attempt 1 of 2 failed: no whole answer in 0.3 s" in log
 
 
-def test_a_server_that_is_not_there_is_one_line(ask, capsys):
+def test_a_server_that_is_not_there_is_one_line(ask, monkeypatch, capsys):
+    monkeypatch.setattr(http, "RETRIES", 1)
     with pytest.raises(InputError, match=r"^server: found nothing that listens at http://127.0.0.1:9/v1, expected a"):
-        ask("http://127.0.0.1:9/v1", retries=1)
+        ask("http://127.0.0.1:9/v1")
     assert capsys.readouterr().err.count("attempt 1 of 2 failed: ConnectError") == 1
 
 
@@ -233,11 +234,12 @@ MISBEHAVIORS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("how", MISBEHAVIORS)
 def test_a_misbehaving_server_is_one_error(vllm_like, ask, how, monkeypatch):
     monkeypatch.setattr(http.Server.ask, "__defaults__", (2**20,))
+    monkeypatch.setattr(http, "RETRIES", 0)
     server = vllm_like()
     reply, what = MISBEHAVIORS[how]
     server.misbehave = lambda body: reply()
     with pytest.raises(InputError, match=what):
-        ask(server.url, retries=0, timeout_s=0.4 if how == "drips" else 20.0)
+        ask(server.url, timeout_s=0.4 if how == "drips" else 20.0)
 
 
 def test_a_server_is_left_alone_as_long_as_it_asks_for(vllm_like, ask, expected, monkeypatch):
