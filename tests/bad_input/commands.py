@@ -25,7 +25,6 @@ ROWS = [
     Row("export: a head of another kind", f"export --format llamacpp --head {{eagle}} {TARGET}{OUT}",
         ("an eagle head", "llamacpp")),
     # Stages on what is no artifact, or another one.
-    Row("responses: prompts of another kind", f"data responses --data {{features}} {TARGET}{OUT}", ("features",)),
     Row("acceptance: no drafter", f"data acceptance --data {{responses}} {TARGET}{OUT}", ("--head",)),
     Row("train: a server and readers", f"{TRAIN} --server http://h --num-workers 2", ("num_workers", "with --server")),
     Row("launch vllm: no target", "launch vllm", ("target", "--target")),
@@ -33,7 +32,6 @@ ROWS = [
         ("drafter", "nosuch", "eagle")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
     Row("export: no hub id", f"export --format vllm --head {{eagle}} {OUT}--push nosuch", ("push", "nosuch", "hub id")),
-    Row("inspect: a row past the last", "data inspect {prompts} --row 999", ("row", "999")),
     # Training and its plan.
     Row("train eagle: no loss", f"train eagle --data {{features}} {TARGET}{OUT}--feature-weight 0 --token-weight 0",
         ("feature_weight, token_weight",)),

@@ -85,10 +85,7 @@ ASK = "data responses --data {prompts} --target {broken} --output {out} "
 TRAIN = "train eagle --target {target} --output {out} --max-steps 2 --tau-prompts 0 "
 ROWS = [
     # Files of prompts, and templates.
-    Row("prompts: no JSON", PROMPTS, ("x.jsonl, line 2", "not JSON"), file(GOOD + b"{")),
     Row("a file of nothing usable", PROMPTS + "--invalid drop", ("dropped 2: invalid 2",), file(b'{"prompt": 1}\n{')),
-    Row("columns that nobody knows", PROMPTS, ("question", "--columns"), file(b'{"question": "a"}')),
-    Row("no such split", PROMPTS + "--split dev", ("no rows with split dev",), file(b'{"prompt": "a", "split": "b"}')),
     Row("a template that fails", PROMPTS + "--chat-template {tmp}/t", ("line 1", "chat template", "TypeError"),
         lambda ground, folder: {**file(b"{{ 1 + messages }}", "t")(ground, folder), **file(GOOD)(ground, folder)}),
     Row("a template of more than the memory", PROMPTS + "--chat-template {tmp}/t", ("line 1", "MemoryError"),
@@ -200,9 +197,6 @@ DECODE_HEAD = "decode Hi --target {target} --head {d} --method eagle:k=2 --max-n
 SHARD = "shard-00000"
 
 ROWS += [
-    # A manifest.
-    Row("manifest whose counts are text", INSPECT, ("manifest.json", "counts.rows"),
-        spoilt("features", "manifest.json", changed(counts={"rows": "5"}))),
     # An unfinished stage: what says how it was begun, and what says that a shard is whole.
     Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished),
     # Shards, with the size they had.

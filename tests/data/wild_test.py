@@ -79,14 +79,6 @@ def test_the_bench_names_it_too(pair, tmp_path):
         read_prompts(str(tmp_path / "x.jsonl"), str(pair[0]))
 
 
-def test_rows_of_one_id_are_both_named_or_the_first_is_kept(make):
-    content = lines(b'{"id": 1, "prompt": "Hi"}', b'{"id": "2", "prompt": "a"}', b'{"id": "1", "prompt": "Ho"}')
-    with pytest.raises(InputError, match=r"line 3: found the id '1', which .*line 1 has too.*--columns id=NAME"):
-        make(content)
-    rows, counts = make(content, invalid="drop")
-    assert [row["id"] for row in rows] == ["1", "2"] and counts["duplicate_dropped"] == 1
-
-
 def test_what_was_read_kept_and_dropped_is_told_by_reason(make, capsys):
     bad = [b'{"prompt": 7}', b"{", b'{"id": "0000000", "prompt": "a"}', b'{"prompt": "' + b"x" * 3000 + b'"}']
     rows, counts = make(lines(GOOD, *bad, GOOD), invalid="drop", overlong="drop")

@@ -220,8 +220,9 @@ def test_an_input_is_read_from_where_it_was_opened_whatever_its_link_does(
         lambda raw: raw["files"][1].update(rows=raw["files"][1]["rows"] + 1),
         lambda raw: raw.update(sampling={"temperature": "hot", "top_k": 0, "top_p": 1.0}),
         lambda raw: raw.update(sampling={"top_k": 0}),
+        lambda raw: raw["counts"].update(rows="5"),
     ],
-    ids=["no files", "-1 rows", "1e12 rows", "a row more", "a text", "no temperature"],
+    ids=["no files", "-1 rows", "1e12 rows", "a row more", "a text", "no temperature", "a text for a count"],
 )
 def test_an_odd_manifest_is_one_line(copy, change):
     directory = copy("responses")
