@@ -28,7 +28,7 @@ def run(config: InspectConfig) -> None:
     """Print the summary and the rows; the hashes of the files that are read for them are checked."""
     manifest = open_artifact(config.data, KINDS, check="size")
     # Another tokenizer would show other text without an error.
-    model = Checkpoint(name := manifest.config["target"])
+    model = Checkpoint(name := str(manifest.config.get("target")))
     found, expected = model.tokenizer_identity["tokenizer"], manifest.identity.get("tokenizer")
     if found != expected:
         remedy = "Put the model that it was made with in its place."

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,6 +125,13 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def completion(tokenizer: Any, prompt: list[int], ids: list[int], ends: Collection[int]) -> dict[str, Any]:
+    """Return vLLM's reply to a prompt with these tokens."""
+    choice = {"finish_reason": "stop" if ids[-1] in ends else "length", "token_ids": ids, "prompt_token_ids": prompt}
+    choice |= {"text": tokenizer.decode(ids, skip_special_tokens=True)}
+    return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+
+
 PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
@@ -167,13 +174,10 @@ class EngineLike(Server):
             emitted += step.num_emitted
         self.ended += 1 + self.more_requests
         ids = self.spoil(made.tokens[:most])
-        ended = ids[-1] in self.lm.info.eos_ids
-        choice: dict[str, Any] = {"finish_reason": "stop" if ended else "length"}
-        text = load_tokenizer(self.path).decode(ids, skip_special_tokens=True)
-        choice |= {"text": text, "prompt_token_ids": prompt}
-        choice |= {"token_ids": ids} if self.returns_ids else {}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        return {"model": body["model"], "choices": [choice], "usage": usage}
+        reply = completion(load_tokenizer(self.path), prompt, ids, self.lm.info.eos_ids)
+        if not self.returns_ids:
+            del reply["choices"][0]["token_ids"]
+        return {"model": body["model"], **reply}
 
     def metrics(self) -> str:
         labels = f'engine="0",model_name="{self.path}"'

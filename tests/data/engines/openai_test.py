@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from chats import CHATML, chat_model
-from servers import Request, Server, drip
+from servers import Request, Server, completion, drip
 from worlds import tiny_tokenizer
 
 from draftsmith.data.engines import server as http
@@ -63,13 +63,7 @@ class VllmLike(Server):
         with self.lock:  # the lean model's caches are per session, but one core is enough
             params = SamplingParams(body["temperature"])
             (ids,) = generate_all(self.lm, [body["prompt"]], params, body["max_tokens"], 32)
-        stop = ids[-1] in self.lm.info.eos_ids
-        choice = {
-            "text": tiny_tokenizer().decode(ids, skip_special_tokens=True),
-            "finish_reason": "stop" if stop else "length",
-            "token_ids": ids,
-        }
-        return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}}
+        return completion(tiny_tokenizer(), body["prompt"], ids, self.lm.info.eos_ids)
 
 
 @pytest.fixture

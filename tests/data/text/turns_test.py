@@ -30,6 +30,7 @@ from chats import (
     make_responses,
     rows_of,
 )
+from servers import completion
 from transformers import AutoTokenizer
 
 from draftsmith.data import prompts
@@ -226,9 +227,7 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
         await asyncio.sleep(0)
         seen.append((path, body))
         ids = generate_all(lm, [body["prompt"]], SamplingParams(), body["max_tokens"], 32)[0]
-        text = load_tokenizer(TARGET).decode(ids, skip_special_tokens=True)
-        reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
-        return {"choices": [{"text": text, "finish_reason": reason, "token_ids": ids}]}
+        return completion(load_tokenizer(TARGET), body["prompt"], ids, lm.info.eos_ids)
 
     monkeypatch.setattr(Server, "ask", reply)
     made = rows_of(make_responses(asked, tmp_path / "out", engine="openai"))
