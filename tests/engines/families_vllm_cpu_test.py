@@ -56,6 +56,10 @@ def compare(source: ServedStates, model: torch.nn.Module) -> list[float]:
 @contextmanager
 def states_server(target: Path, layers: Sequence[int], dtype: str = "float32") -> Iterator[ServedStates]:
     """A server of these layers' states, and its client."""
+    # A twin has no tokenizer, by which a server writes what it answers.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (target / name).exists():
+            shutil.copy(Checkpoint("embedded:target").directory / name, target)
     words = ["--target", str(target), "--layers", *map(str, layers), "--dtype", dtype]
     directory = target.with_name(f"{target.name}-states")
     with serving(directory, words) as server, ServedStates(server.url, directory) as source:
