@@ -156,7 +156,8 @@ class ResponsesConfig(ServerConfig, Sampling, StageTarget):
             from. Then only the first turn of a conversation is answered.
         seed: Seed of the sampling. Each row has random numbers of its own, whatever shares its batch.
         limit: Only the first so many prompts; 0 takes all.
-        batch_size: Prompts answered together. A finished one makes room for the next.
+        batch_size: Prompts answered together. A finished one makes room for the next. A target that transformers runs
+            (--loader hf) answers one after the other.
         rows_per_shard: Prompts per shard; what a killed run loses at most.
         chat_template: File with the template that the prompts were made with, for later turns, if it is neither the
             tokenizer's own nor still at its former path.

@@ -142,7 +142,7 @@ class RowPool:
         """rows: most rows at a time. longest: most tokens of a prompt and answer. session: one with this room, to
         reuse; None makes one."""
         self._session = target.session(rows, min(longest, target.info.max_position) + 1) if session is None else session
-        self._params, self._size, self._longest = params, rows, longest
+        self._params, self._size, self._longest = params, min(rows, self._session.most_rows), longest
         self._rows: list[PromptAnswer] = []
         # Some row may be finished; saves looking in every round.
         self._finished = False
@@ -155,8 +155,7 @@ class RowPool:
     @property
     def num_free(self) -> int:
         """Number of rows that may be admitted now."""
-        active = self.num_active
-        return self._size - active if self._session.joins or not active else 0
+        return self._size - self.num_active
 
     def run(self, waiting: Iterable[PromptAnswer]) -> Iterator[PromptAnswer]:
         """Answer all rows, admitting each when there is room for it, and yield them as they finish."""

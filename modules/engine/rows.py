@@ -81,7 +81,7 @@ def select_outputs(hidden: Tensor, keep: Tensor | slice | None) -> Tensor:
 class OneRow:
     """A single row, whose slots lie in order: no padding and no lookups."""
 
-    static, joins = False, True
+    static, most_rows = False, 1
 
     def __init__(self, network: Network, cache: KVCache):
         self._network, self.stack, self.cache = network, network.stack, cache
@@ -176,10 +176,8 @@ class ManyRows:
     and their outputs undefined.
     """
 
-    joins = True
-
     def __init__(self, network: Network, rows: int, capacity: int, static: bool):
-        self._network, self._stack, self.static = network, network.stack, static
+        self._network, self._stack, self.static, self.most_rows = network, network.stack, static, rows
         self.aux_layers = network.aux_layers
         # At least one slot more, for inputs past the capacity, which padding has.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT

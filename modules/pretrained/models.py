@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import math
 import re
@@ -161,11 +160,7 @@ def _load_hf(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> CausalL
     if "lm_head" not in lm.info.identity:
         lm.info.identity["lm_head"] = tensor_hash(model.get_output_embeddings().weight)
     fit_readout(lm, candidates(checkpoint.text, ("none",)))
-    lm.refusals = self_test(model, lm, lm.mixers)
-    # From a position on which the test's texts do not have (Llama 4).
-    if checkpoint.text.get("attn_temperature_tuning"):
-        found = f"{type(model).__name__}, which scales queries by their slots in the cache"
-        lm.refusals = dataclasses.replace(lm.refusals, rows=lm.refusals.rows or found)
+    lm.no_trees = self_test(model, lm, lm.mixers)
     return lm
 
 

@@ -84,14 +84,14 @@ class Session(Protocol):
 
     A row has `lengths[b]` kept tokens in a cache.
 
-    aux_layers: see `CausalLM.session`. joins: rows may begin while others continue.
+    aux_layers: see `CausalLM.session`. most_rows: one on transformers' engine, however many were asked for.
     static: shapes recur from call to call (CUDA graphs), so that it is better to feed a row nothing than to drop it; on
         CUDA scores are then valid until the next call.
     """
 
     aux_layers: tuple[int, ...]
     static: bool
-    joins: bool
+    most_rows: int
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -110,7 +110,7 @@ class Session(Protocol):
     def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
         """Clear these rows, or append them behind those in use, and read their prompts.
 
-        Returns the logits [R, V] of the last tokens. If rows do not join, these must be all rows that continue.
+        Returns the logits [R, V] of the last tokens.
         """
 
     def extend(

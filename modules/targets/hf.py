@@ -26,7 +26,6 @@ from draftsmith.modules.llama_config import MOST_LAYERS
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_aux_layers, final_state, fit_logits
 from draftsmith.modules.targets.hybrid import LinearStates, Mixers, is_linear
 from draftsmith.modules.targets.readout import Readout
-from draftsmith.modules.targets.self_test import Refusals
 from draftsmith.modules.targets.shape import is_hybrid, kinds_in
 from draftsmith.modules.types import InputError
 
@@ -46,8 +45,8 @@ def decoder_layers(model: Any, least: int, most: int) -> tuple[str, nn.ModuleLis
 class HFLM:
     """A `CausalLM` over a transformers model (an architecture with a decoder and an output embedding).
 
-    refusals: why this model cannot read trees or rows, from `self_test` at load. Trees need 4-D attention masks: an
-        attention implementation that takes none (flash_attention_2) reads chains only.
+    no_trees: why this model cannot read trees, from `self_test` at load; empty if it can. They need 4-D attention
+        masks: an attention implementation that takes none (flash_attention_2) reads chains only.
     mixers: layers with recurrent or convolution states, and how `self_test` found them to behave.
     The model's own forward is never wrapped or changed; hooks on mixers exist during a read only.
     """
@@ -60,7 +59,7 @@ class HFLM:
         self.decoder = model.base_model if model.base_model is not model else model.model
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.refusals, self.readout = Refusals(), Readout()
+        self.no_trees, self.readout = "", Readout()
         self._norms_last = False  # a text has shown that the final norm reads the last layer's state alone
         layers = DynamicCache(config=model.config).layers
         self.kinds = kinds_in(layers)
@@ -75,9 +74,7 @@ class HFLM:
     def session(
         self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
     ) -> HFSession:
-        if rows > 1 and self.refusals.rows:
-            raise InputError("model", self.refusals.rows, "a model that reads rows together", "Pass --batch-size 1.")
-        return HFSession(self, rows, aux_layers)
+        return HFSession(self, aux_layers)
 
     def features(
         self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
@@ -171,9 +168,9 @@ class HFLM:
         transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
         one mask for each kind of layer.
         """
-        if self.refusals.trees:
+        if self.no_trees:
             remedy = "Use a method that drafts chains."
-            raise InputError("model", self.refusals.trees, "a model that reads trees", remedy)
+            raise InputError("model", self.no_trees, "a model that reads trees", remedy)
         window = next((kind.window for kind in self.kinds if kind.window), None)
         nothing = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         full = nothing.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
@@ -209,35 +206,30 @@ class HFLM:
 
 
 class HFSession:
-    """A `Session` over an `HFLM`. One row drops tokens: keys are cropped, states of linear layers are rolled back.
+    """A `Session` over an `HFLM`, of one row: transformers' caches do not tell rows' lengths apart.
 
-    transformers' caches do not tell rows' lengths apart. So several rows are padded at the left, begin and continue
-    together, and drop nothing.
+    It drops tokens: keys are cropped, and states of linear layers return to those of fewer tokens.
     """
 
-    static = joins = False
+    static, most_rows = False, 1
 
-    def __init__(self, lm: HFLM, rows: int, aux_layers: tuple[int, ...] = ()):
+    def __init__(self, lm: HFLM, aux_layers: tuple[int, ...] = ()):
         self._lm, self.aux_layers = lm, aux_layers
-        self.reset(rows)
+        self.reset(1)
 
     def reset(self, rows: int) -> None:
         lm = self._lm
-        self._cache, self.lengths = new_cache(lm.model.config) if lm.own_cache else DynamicCache(), [0] * rows
-        self._states = LinearStates(lm.model, self._cache, lm.mixers) if lm.mixers.hybrid and rows == 1 else None
-        self._mask = torch.zeros(rows, 0, dtype=torch.int64, device=lm.device) if rows > 1 else None
+        self._cache, self.lengths = new_cache(lm.model.config) if lm.own_cache else DynamicCache(), [0]
+        self._states = LinearStates(lm.model, self._cache, lm.mixers) if lm.mixers.hybrid else None
 
     def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
-        assert list(rows) == list(range(len(prompts)))
-        self.reset(len(prompts))
+        self.reset(len(rows))
         return self.extend(prompts).logits[:, -1]
 
     @torch.inference_mode()
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
     ) -> Scores:
-        if self._mask is not None:
-            return self._extend_rows(self._mask, tokens)
         lm, (length,) = self._lm, self.lengths
         ids = torch.as_tensor(tokens[0], device=lm.device)
         count = len(ids)
@@ -249,26 +241,6 @@ class HFSession:
             positions[length:] = depths + length
             hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
         return Scores(lm.lm_head(hidden[:, count - logits_to_keep :]), features)
-
-    def _extend_rows(self, mask: Tensor, tokens: Rows | Tensor) -> Scores:
-        """Read prompts of any lengths, then a token of each row. mask [B, length]: slots with tokens."""
-        lm, counts = self._lm, [len(own) for own in tokens]
-        width = max(counts)
-        assert width == min(counts) == 1 or not any(self.lengths), "rows read prompts, and then a token each"
-        padded = [[0] * (width - len(own)) + [int(token) for token in own] for own in tokens]
-        padding = torch.tensor([width - count for count in counts], device=lm.device)
-        fed = torch.arange(width, device=lm.device) >= padding[:, None]
-        self._mask = mask = torch.cat([mask, fed.long()], 1)
-        hidden, features = lm.read(
-            self.aux_layers,
-            input_ids=torch.tensor(padded, device=lm.device),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1)[:, -width:] - 1).clamp_min(0),
-            use_cache=True,
-            **{lm.cache_name: self._cache},
-        )
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        return Scores(lm.lm_head(hidden[:, -1:]), features)
 
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         scores = self.extend(tokens)
@@ -294,7 +266,6 @@ class HFSession:
 
     @torch.inference_mode()
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        assert self._mask is None, "several rows drop nothing"
         length, path = lengths[0], list(slots[0]) if slots else []
         end = length + len(path)
         if path == list(range(length, end)):
@@ -312,7 +283,7 @@ class HFSession:
         self.lengths = [end]
 
     def _drop_after(self, end: int) -> None:
-        """Drop all tokens but the first `end`. Those that neither cropping nor a replay keeps are read again."""
+        """Drop all tokens but the first `end`. Linear layers read again those of them that their states do not have."""
         unread = None if self._states is None else self._states.rewind(end)
         kept = end if unread is None else end - len(unread)
         if kept == 0:
@@ -328,13 +299,7 @@ class HFSession:
             self._read(unread, torch.arange(end, device=self._lm.device))
 
     def select(self, rows: Sequence[int]) -> None:
-        if self._mask is None:
-            assert list(rows) in ([], [0])
-            return
-        index = torch.tensor(rows, device=self._lm.device)
-        self._mask, self.lengths = self._mask[index], [self.lengths[row] for row in rows]
-        # Unlike batch_select_indices, linear layers have it.
-        self._cache.reorder_cache(index)
+        assert list(rows) in ([], [0])
 
 
 def new_cache(config: Any) -> DynamicCache:

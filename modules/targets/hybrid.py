@@ -1,7 +1,7 @@
 """Roll back layers that keep a state of fixed size, not keys of each token: recurrences and convolutions.
 
-Their states are saved before drafted tokens are read, and the inputs of their mixers are recorded meanwhile. To drop
-tokens, the states are restored and the mixers alone read the kept tokens' inputs again (replay).
+Their states are saved before drafted tokens are read. To drop tokens, the states are restored and the model reads the
+kept tokens again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # More tokens than a round reads. A session that drops none saves its states anew after so many.
-MOST_RECORDED = 256
+MOST_UNSAVED = 256
 
 
 @dataclass
@@ -23,44 +23,12 @@ class Mixers:
     """The modules of a model that compute the states of its linear layers, and how `self_test` found them to behave.
 
     hybrid: the model has such layers. modules: empty before the first read. stepwise: they continue from a state by
-    single tokens only, and read several one by one. replay: they give the same states when they read recorded inputs
-    again.
+    single tokens only, and read several one by one.
     """
 
     hybrid: bool
     modules: list[nn.Module] = field(default_factory=list)
     stepwise: bool = False
-    replay: bool = True
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a mixer that read `count` tokens."""
-
-    mixer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    count: int
-
-    def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the tokens from `start` to `stop`: tensors [B, count, ..] have these only."""
-
-        def cut(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(cut, value))
-            by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == self.count
-            return value[:, start:stop] if by_token else value
-
-        return cut(self.args), {name: cut(value) for name, value in self.kwargs.items()}
-
-    def run(self, start: int, stop: int, step: int) -> list[Tensor]:
-        """Read the tokens from `start` to `stop`, `step` at a time, and return the mixer's outputs."""
-        outputs = []
-        for first in range(start, stop, step):
-            args, kwargs = self.part(first, min(first + step, stop))
-            # Not by calling the module: its hooks record.
-            outputs.append(self.mixer.forward(*args, **kwargs))
-        return outputs
 
 
 class LinearStates:
@@ -74,14 +42,13 @@ class LinearStates:
 
     def commit(self) -> None:
         """Forget the saved states: the next read saves them anew."""
-        self._start, self._saved, self._reads = 0, list[Tensor](), list[tuple[int, list[Call]]]()
+        self._start, self._saved = 0, list[Tensor]()
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[None]:
-        """Record a forward that reads tokens, int64 [T]; one into an empty cache finds the mixers."""
-        mixers, calls = self._mixers, list[Call]()
+        """Save the states before a forward that reads tokens, int64 [T]; one into an empty cache finds the mixers."""
+        mixers, num_filled = self._mixers, 0
         length, count = 0 if self._ids is None else len(self._ids), len(ids)
-        stepwise, num_filled = mixers.stepwise and count > 1, 0
 
         def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             # Modules end from the innermost to the outermost: the first one with the cache has filled the states.
@@ -90,51 +57,29 @@ class LinearStates:
                 num_filled = self._num_filled()
                 mixers.modules.append(module)
 
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            calls.append(Call(module, args, kwargs, count))
-            return calls[-1].part(0, 1) if stepwise else None
-
-        def finish(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            return torch.cat([output, *calls[-1].run(1, count, 1)], 1)
-
         with ExitStack() as hooks:
             if length == 0:
                 for module in () if mixers.modules else self._model.modules():
                     hooks.callback(module.register_forward_hook(find, with_kwargs=True).remove)
             else:
-                if not self._saved or length + count - self._start > MOST_RECORDED:
-                    self._start, self._reads, self._saved = length, [], [state.clone() for state in self._states()]
-                for module in mixers.modules:
-                    hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
-                    if stepwise:
-                        hooks.callback(module.register_forward_hook(finish).remove)
-                self._reads.append((count, calls))
+                if not self._saved or length + count - self._start > MOST_UNSAVED:
+                    self._start, self._saved = length, [state.clone() for state in self._states()]
+                for module in mixers.modules if mixers.stepwise and count > 1 else ():
+                    hooks.enter_context(_by_token(module, count))
             yield
         self._ids = ids if self._ids is None else torch.cat([self._ids, ids])
 
     def rewind(self, length: int) -> Tensor:
-        """Return to the states of the first `length` tokens. Returns those of them that have to be read again.
-
-        These are none; or those after the saved states, if the mixers cannot be replayed; or all, into an empty cache,
-        if `length` lies before the saved states.
-        """
+        """Return to the saved states. Returns those of the first `length` tokens that have to be read again: those
+        after the saved states; or all, into an empty cache, if `length` lies before these."""
         kept = 0
         if self._saved and length >= self._start:
             for state, saved in zip(self._states(), self._saved, strict=True):
                 state.copy_(saved)
-            kept = self._replay(length) if self._mixers.replay else self._start
+            kept = self._start
         assert self._ids is not None
         unread, self._ids = self._ids[kept:length], self._ids[:kept]
         return unread
-
-    def _replay(self, length: int) -> int:
-        """Let the mixers read the recorded inputs up to `length` tokens, and return that."""
-        left = length - self._start
-        for count, calls in self._reads:
-            for call in calls if left > 0 else ():
-                call.run(0, min(left, count), 1 if self._mixers.stepwise else count)
-            left -= count
-        return length
 
     def _states(self) -> list[Tensor]:
         kinds = [kind for layer in self._layers for kind in (layer.conv_states, layer.recurrent_states)]
@@ -142,6 +87,34 @@ class LinearStates:
 
     def _num_filled(self) -> int:
         return len(self._states())
+
+
+@contextmanager
+def _by_token(mixer: nn.Module, count: int) -> Iterator[None]:
+    """Let a mixer read its next `count` tokens one by one: of its arguments, tensors [B, count, ..] have one each."""
+    given = list[Any]()
+
+    def token(value: Any, number: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(token(own, number) for own in value)
+        if isinstance(value, dict):
+            return {name: token(own, number) for name, own in value.items()}
+        by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
+        return value[:, number : number + 1] if by_token else value
+
+    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given[:] = args, kwargs
+        return token((args, kwargs), 0)
+
+    def others(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        rest = [token(tuple(given), number) for number in range(1, count)]
+        # Not by calling the module: its hooks are these.
+        return torch.cat([output, *(mixer.forward(*args, **kwargs) for args, kwargs in rest)], 1)
+
+    with ExitStack() as hooks:
+        hooks.callback(mixer.register_forward_pre_hook(first, with_kwargs=True).remove)
+        hooks.callback(mixer.register_forward_hook(others).remove)
+        yield
 
 
 def is_linear(layer: Any) -> bool:

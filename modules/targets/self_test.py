@@ -1,5 +1,5 @@
-"""Check at load that a transformers model gives the same logits in parts, after dropped tokens, as a tree and in rows
-as in one forward.
+"""Check at load that a transformers model gives the same logits in parts, after dropped tokens and as a tree as in one
+forward.
 
 transformers' architectures treat a cache, position ids and attention masks differently. Some ignore one of these
 without an error, so that decoding would be wrong and look right.
@@ -7,7 +7,6 @@ without an error, so that decoding would be wrong and look right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,11 @@ PATHS = ((0, 8, 10), (1, 9, 11))
 REMEDY = "Use a model of another architecture: docs/models.md lists those that were tried."
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Reasons why a model cannot read trees, or several rows at once; empty if it can."""
+def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> str:
+    """Compare each way a session reads with one whole forward. Returns why the model cannot read trees, or nothing.
 
-    trees: str = ""
-    rows: str = ""
-
-
-def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
-    """Compare each way a session reads with one whole forward, and return the reasons against trees and rows.
-
-    mixers: of `lm`; the test sets how those of a hybrid continue and are rolled back. Costs eleven forwards of at most
-    22 tokens, a hybrid's up to four times as many.
+    mixers: of `lm`; the test sets how those of a hybrid continue. Costs seven forwards of at most 22 tokens, a hybrid's
+    up to twice as many.
 
     Raises:
         InputError: the model cannot be decoded at all: its logits are not those of its output embedding, or reading
@@ -57,9 +48,9 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         if not whole.isfinite().all():
             remedy = "Check the checkpoint, or load it in another dtype."
             raise InputError("model", f"{name} with NaN or infinite logits in {lm.dtype}", "finite logits", remedy)
-        # Some recurrences continue by single tokens only; what the mixers cannot replay, the whole model reads again.
-        for stepwise, replay in ((False, True), (True, True), (False, False), (True, False)):
-            mixers.stepwise, mixers.replay = stepwise, replay
+        # Some recurrences continue by single tokens only.
+        for stepwise in (False, True):
+            mixers.stepwise = stepwise
             reason = _chain_differs(name, session, texts[0], whole[0], lm)
             if not reason or not mixers.hybrid:
                 break
@@ -72,33 +63,13 @@ def self_test(model: Any, lm: CausalLM, mixers: Mixers) -> Refusals:
         reason = f"{name}, which fails when its cache is extended ({describe_error(error)})"
     if reason:
         raise InputError("model", reason, "an architecture that decodes from a cache", REMEDY)
-    trees = f"{name}, which keeps one state for all branches of a tree"
-    if not mixers.hybrid:
-        trees = _trees_differ(name, session, nodes, tail, whole, lm)
-    try:
-        # The last tokens of the first text without its last one, and of the second text.
-        shorter, longer = texts[0][:-1], texts[1]
-        session = lm.session(2, len(longer))
-        session.prefill([0, 1], [shorter[:-TAIL], longer[:-TAIL]])
-        ends = zip(shorter[-TAIL:], longer[-TAIL:], strict=True)
-        in_rows = torch.cat([session.extend([[a], [b]]).logits for a, b in ends], 1)  # [2, TAIL, V]
-        expected = torch.stack([whole[0, -TAIL - 1 : -1], whole[1, -TAIL:]])
-        rows = _differs(name, "rows of different lengths", in_rows, expected, lm)
-    except Exception as error:
-        rows = f"{name}, which cannot read rows of different lengths ({describe_error(error)})"
-    untested = _long_texts(name, model.config.get_text_config())
-    return Refusals(untested.trees or trees, untested.rows or rows)
-
-
-def _long_texts(name: str, config: Any) -> Refusals:
-    """Return reasons that texts as short as the self-test's do not show."""
+    config = model.config.get_text_config()
     kinds = {kind for field in ("attention_layers", "layer_types") for kind in getattr(config, field, None) or ()}
-    trees = rows = ""
-    if {"local", "chunked_attention"} & kinds:  # GPT-Neo, Llama 4
-        trees = f"{name}, which has a window over cache slots, where nodes of other branches lie"
-    if "indexed_attention" in kinds:  # DeepSeek-V3.2, GLM-5: many scores are exactly 0, and padding decides among them
-        rows = f"{name}, which chooses keys by scores, and those of equal scores by their slots"
-    return Refusals(trees, rows)
+    if {"local", "chunked_attention"} & kinds:  # GPT-Neo, Llama 4; no text as short as the test's shows it
+        return f"{name}, which has a window over cache slots, where nodes of other branches lie"
+    if mixers.hybrid:
+        return f"{name}, which keeps one state for all branches of a tree"
+    return _trees_differ(name, session, nodes, tail, whole, lm)
 
 
 def _chain_differs(name: str, session: Session, text: list[int], whole: Tensor, lm: CausalLM) -> str:

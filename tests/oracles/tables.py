@@ -155,10 +155,10 @@ def captured(features: Tensor, aux_layers: Sequence[int]) -> Tensor:
 class TableSession:
     """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""
 
-    static, joins = False, True
+    static = False
 
     def __init__(self, lm: TableLM, rows: int, capacity: int, aux_layers: tuple[int, ...] = ()):
-        self._lm, self._most, self._capacity, self.aux_layers = lm, rows, capacity, aux_layers
+        self._lm, self.most_rows, self._capacity, self.aux_layers = lm, rows, capacity, aux_layers
         self._cached: list[list[int]] = [[] for _ in range(rows)]
 
     @property
@@ -166,12 +166,12 @@ class TableSession:
         return [len(cached) for cached in self._cached]
 
     def reset(self, rows: int) -> None:
-        assert rows <= self._most
+        assert rows <= self.most_rows
         self._cached = [[] for _ in range(rows)]
 
     def prefill(self, rows: Sequence[int], prompts: Any) -> Tensor:
         for row in rows:
-            assert row <= len(self._cached) and row < self._most
+            assert row <= len(self._cached) and row < self.most_rows
             self._cached[row : row + 1] = [[]]
         fed = dict(zip(rows, prompts, strict=True))
         return self.extend([fed.get(row, ()) for row in range(len(self._cached))]).logits[list(rows), 0]
