@@ -19,7 +19,7 @@ import yaml
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters import MODEL, head_class, learned
 from draftsmith.modules.drafters.base import DraftHead
-from draftsmith.modules.formats import GGUF, formats_of
+from draftsmith.modules.formats import formats_of
 from draftsmith.modules.pretrained.files import write_json, write_text
 from draftsmith.modules.pretrained.heads import (
     class_of,
@@ -35,28 +35,6 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.proof import Proof
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
-ACCEPTANCE_HEAD = (
-    "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
-    "2024). It stops drafts that are likely to fail."
-)
-METRICS = {
-    "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
-    "brier": "mean squared distance from the acceptance probability, calibrated output",
-    "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
-    "ece_platt": "the same with the fitted scale and shift, 2-fold cross-fitted",
-    "auc": "AUC with soft labels: each token counts P as positive, 1-P as negative",
-    "auc_q": "the same for the draft's own probability of the token: what the head has to beat",
-    "loss": "training loss on held-out samples",
-    "feature_loss": "smooth-L1 distance of features",
-    "token_loss": "soft cross-entropy against the target's distribution, nats a token",
-    "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
-    "top1_N": "the same of the head for token {} of a draft",
-    "accepted": "probability that the target accepts the first drawn token, at temperature 1",
-    "accepted_N": "share of the drafted tokens {} that are accepted, in the rounds of tau",
-    "known": "share of the target's first choices that the draft vocabulary has",
-    "tau": "emitted tokens per target call, along answers of the target",
-    "tau_general": "the same on general prompts that ship",
-}
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
@@ -77,9 +55,7 @@ def model_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    head, config, imported, metrics, identity = (
-        manifest.get(name) or {} for name in ("head", "config", "imported", "metrics", "target")
-    )
+    head, config, imported, identity = (manifest.get(name) or {} for name in ("head", "config", "imported", "target"))
     drafts = kind in learned()
     # An acceptance head reads the hidden states of a draft model, or of the target of a drafting head.
     drafter = next((name for name in learned() if name in identity), None)
@@ -89,37 +65,10 @@ def model_card(
     tag, method = _tag_and_method(kind, head, drafter)
     saved_as_model = drafts and head_class(kind).saved_as_model
 
-    model = "target" if drafts else _title(drafter) if drafter else "draft"
-    models = {
-        f"{model}, {'whose distributions it learned' if saved_as_model else 'whose hidden states it reads'}": reads
-    }
-    if not drafts:
-        models["target, whose verdicts it predicts"] = target
-    bound = "Its identity is recorded: `draftsmith` refuses other models."
-    if saved_as_model:
-        bound = "It drafts for any model of that tokenizer, best for this one."
-    elif not identity:
-        bound = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
-    if "bound" in manifest:
-        old = _code(manifest["bound"].get("from")) or "another model"
-        bound += f" The head was trained for {old}, and not for this one: what was measured there does not hold here."
-
-    # Commands that try the head and export it to every format that holds it. Options that name the models in a command;
-    # what is not known is left to the reader in capitals.
+    # Options that name the models in a command; what is not known is left to the reader in capitals.
     named = f"--target {shlex.quote(target or 'TARGET')} --head "
     named += "DIR" if drafts else f"{shlex.quote(reads or 'DRAFT')} --acceptance DIR"
-    bench = f"draftsmith eval bench {named} --methods {method} --data FILE --output runs/bench"
-    commands = [f"draftsmith decode PROMPT {named} --method {method}"]
     settings = config_from_json(class_of(kind).Config, head) if head else None
-    for format in formats_of(kind):
-        if settings is not None and format.holds(settings):
-            line = f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}"
-            commands.append(line + (f" --target {shlex.quote(target or 'TARGET')}" if drafts else ""))
-    if saved_as_model:
-        commands.append(f"draftsmith export {named} --format {GGUF} --output DIR-{GGUF}")
-
-    rows = [] if measured is None else measured["methods"]
-    several = len({row["temperature"] for row in rows}) > 1
     license = manifest.get("license")
     # The hub takes `other` with a name for a license that it does not list, and hub ids only as base models.
     base = ((target if drafter else reads) or "").partition("@")[0]
@@ -137,28 +86,23 @@ def model_card(
         card_data,
         template_path=str(TEMPLATE),
         code=_code,
-        meaning=_meaning,
         kind=kind,
         title=_title(kind),
-        what=" ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split()) if drafts else ACCEPTANCE_HEAD,
+        what=" ".join((head_class(kind).__doc__ or "").split("\n\n")[0].split()) if drafts else "",
         manifest=manifest,
-        head=head,
-        imported=imported,
         export=export,
-        unknown="Unknown: the head was imported." if imported else "Unknown.",
-        models=models,
-        bound=bound,
+        measured=measured,
+        model="target" if drafts else _title(drafter) if drafter else "draft",
+        reads=reads,
+        target=target,
         teacher=manifest.get("teacher") and Proof.from_json(manifest["teacher"]),
         options=yaml.safe_dump(options, sort_keys=False).strip(),
-        metrics=metrics,
-        measured=measured,
-        labels={row["method"] + (f", temperature {row['temperature']:g}" if several else ""): row for row in rows},
-        bench=bench + ("" if saved_as_model else " --card"),
+        named=named,
+        method=method,
         drafts=drafts,
         saved_as_model=saved_as_model,
-        commands="\n".join(commands),
-        license=license,
-        source=_code(reads) or f"the {model}",
+        formats=[format.name for format in formats_of(kind) if settings is not None and format.holds(settings)],
+        quote=shlex.quote,
     )
     return re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n"
 
@@ -173,11 +117,6 @@ def _tag_and_method(kind: str, head: Mapping[str, object], drafter: str | None) 
         return ("assisted-generation", "spec:k=5") if kind == MODEL else (kind, kind)
     option = f":drafter={drafter}" if drafter else ""
     return "specdec++", f"specdec++:h=0.7{option}"
-
-
-def _meaning(metric: str) -> str:
-    name, _, number = metric.rpartition("_")
-    return METRICS.get(metric) or METRICS.get(f"{name}_N", "").format(number)
 
 
 def _code(value: object) -> str:
