@@ -51,12 +51,10 @@ class DecodeOptions:
     on_round: called after every round.
     session: a session of the target to reuse, for its CUDA graphs, with room for this answer and the features that the
         drafter reads; None makes one.
-    max_nodes: most drafted tokens that the target scores in one call.
     """
 
     on_round: Callable[[Round], None] | None = None
     session: Session | None = None
-    max_nodes: int = MAX_NODES
 
 
 DEFAULTS = DecodeOptions()
@@ -99,14 +97,14 @@ class Decoder:
         answer: PromptAnswer,
         options: DecodeOptions = DEFAULTS,
     ):
-        aux_layers, nodes, session = () if drafter is None else drafter.aux_layers, options.max_nodes, options.session
+        aux_layers, session = () if drafter is None else drafter.aux_layers, options.session
         # With room for everything kept, and one round's root and nodes.
         if session is None:
             longest = min(len(answer.prompt) + answer.room, target.info.max_position)
-            session = target.session(1, longest + nodes + 1, aux_layers)
+            session = target.session(1, longest + MAX_NODES + 1, aux_layers)
         if session.aux_layers != aux_layers:
             raise ValueError(f"session: captures {session.aux_layers}, and the drafter reads {aux_layers}")
-        self._session, self._drafter, self._answer, self._max_nodes = session, drafter, answer, nodes
+        self._session, self._drafter, self._answer = session, drafter, answer
         self._sampler, self._on_round = Sampler(params, answer.source), options.on_round
 
     @torch.inference_mode()
@@ -144,7 +142,7 @@ class Decoder:
 
         # Draft, but not past the last token wanted, whose value the round's own token gives. (The context has room for
         # an answer, so no node outruns it.)
-        limit = min(answer.room - len(answer.tokens) - 1, self._max_nodes)
+        limit = min(answer.room - len(answer.tokens) - 1, MAX_NODES)
         tree = NO_DRAFT if drafter is None or limit < 1 else drafter.propose(limit, sampler)
 
         # Score the root and the tree's nodes, in one call of the target.

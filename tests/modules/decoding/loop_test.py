@@ -9,6 +9,7 @@ import pytest
 from oracles.tables import CAPACITY, PROMPT, TableLM, method, random_eagle_head
 from worlds import GREEDY
 
+from draftsmith.modules.decoding import loop
 from draftsmith.modules.decoding.loop import DecodeOptions, Generation, Round, generate_one
 from draftsmith.modules.decoding.plain import PromptAnswer
 from draftsmith.modules.decoding.stop import FixedLengthStop
@@ -41,24 +42,25 @@ def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, 
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 
 
-def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]]:
+def rounds_of(**how: Any) -> tuple[Generation, list[Round]]:
     rounds: list[Round] = []
-    return generate_one(**how, options=DecodeOptions(rounds.append, max_nodes=max_nodes)), rounds
+    return generate_one(**how, options=DecodeOptions(rounds.append)), rounds
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle-tree", "hsddw", "pld", "lookahead"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
-def test_no_draft_outruns_what_is_wanted(name, params):
+def test_no_draft_outruns_what_is_wanted(name, params, monkeypatch):
     """Each of three limits is the one that counts, and drafts come up to it. A draft's deepest token may be the last
     but one wanted: the round's own token is the last."""
     make = method(name, TableLM(1))
     for wanted, context, nodes in ((7, 64, 128), (60, 9, 128), (30, 64, 1)):
         deepest = []
+        monkeypatch.setattr(loop, "MAX_NODES", nodes)
         for seed in SEEDS:
             target = TableLM(1, max_position=context)
             made, rounds = rounds_of(
                 target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
-                source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
+                source=TorchSource(seed), eos_ids=(),
             )  # fmt: skip
             room = min(wanted, context - len(PROMPT))
             assert len(made.tokens) == room and not made.ended
