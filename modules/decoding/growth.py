@@ -17,7 +17,6 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.drafter import Expand, Level
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import Sampler, probabilities, top_values, wide, without
 from draftsmith.modules.transfer import to_device_together
@@ -118,7 +117,7 @@ def _draw_level(
     return own
 
 
-def grow_dynamic(shape: DynamicTree, root: Level, expand: Expand, most: int, rule: TreeRule | None = None) -> DraftTree:
+def grow_dynamic(shape: DynamicTree, root: Level, expand: Expand, most: int) -> DraftTree:
     """Grow EAGLE-2's tree, at most `most` (1 or more) deep.
 
     Raises:
@@ -132,8 +131,6 @@ def grow_dynamic(shape: DynamicTree, root: Level, expand: Expand, most: int, rul
     above, count = torch.zeros_like(frontier), len(tokens)
     frontier_tokens, values = tokens[frontier], log_prob[frontier]
     for depth in range(1, min(shape.depth + 1, most)):
-        if rule is not None and not rule.deeper(values.tolist):
-            break
         log_prob, children = _children(expand(frontier_tokens, above, depth), shape.topk)  # [n, k]
         grown, tokens, width = (log_prob + values[:, None]).flatten(), children.flatten(), children.shape[1]  # [n * k]
         candidates.append((tokens, frontier.repeat_interleave(width), grown))
@@ -141,7 +138,7 @@ def grow_dynamic(shape: DynamicTree, root: Level, expand: Expand, most: int, rul
         above, frontier = chosen // width, chosen + count
         frontier_tokens, values = tokens[chosen], grown[chosen]
         count += len(tokens)
-    return _tree(shape, candidates, rule)
+    return _tree(shape, candidates)
 
 
 def _children(level: Level, count: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +152,7 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(descending=True, stable=True).indices[:count]
 
 
-def _tree(shape: DynamicTree, candidates: Sequence[tuple[Tensor, Tensor, Tensor]], rule: TreeRule | None) -> DraftTree:
+def _tree(shape: DynamicTree, candidates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> DraftTree:
     """Build the tree of the best candidates, in one transfer."""
     tokens, parents, values = (torch.cat(parts) for parts in zip(*candidates, strict=True))
     # A path's product never grows, so the best form a tree; of equal ones the parent comes first.
@@ -170,10 +167,7 @@ def _tree(shape: DynamicTree, candidates: Sequence[tuple[Tensor, Tensor, Tensor]
     # NaN is sorted before all numbers.
     if any([value != value for _, _, value in nodes.values()]):
         raise NonFinite()
-    taken = list(nodes)
-    if rule is not None:
-        taken = taken[: rule.choose([nodes[number][2] for number in taken])]
-    taken.sort()
+    taken = sorted(nodes)
     places = {-1: -1} | {number: place for place, number in enumerate(taken)}
     own_tokens, own_parents, own_values = zip(*[nodes[number] for number in taken], strict=True)
     above = tuple([places[parent] for parent in own_parents])

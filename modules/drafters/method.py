@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeTimes
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.draft_model import DraftModelNet
@@ -25,14 +24,7 @@ class CostModel:
     def step_cost(self, models: Models, drafter: str) -> float:
         """Return c of a drafter of chains: the time of one more drafted token, and of verifying it, by the time of a
         round without a draft."""
-        raise self._nothing("c")
-
-    def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
-        """Return the times of a round's parts. trees: a name for these trees. probe(levels): their drafter."""
-        raise self._nothing("nodes")
-
-    def _nothing(self, setting: str) -> InputError:
-        return InputError(setting, "auto where nothing is timed", "a number", "Give one, or use `eval bench`.")
+        raise InputError("c", "auto where nothing is timed", "a number", "Give one, or use `eval bench`.")
 
     def state_dict(self) -> dict[str, dict[str, object]]:
         """Return all measured times, as JSON values."""

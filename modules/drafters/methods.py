@@ -28,14 +28,10 @@ from draftsmith.modules.decoding.stop import (
     ThresholdRule,
 )
 from draftsmith.modules.decoding.tree import MAX_NODES, DynamicTree, num_candidates
-from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.drafters import MODEL, hierarchical, prompt_lookup
 from draftsmith.modules.drafters.method import Method, Models
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
 from draftsmith.modules.types import InputError, Range, check_range
-
-# Expansions of a dynamic tree with depth=auto.
-MOST_LEVELS = 8
 
 # -- chains
 
@@ -285,46 +281,23 @@ class StaticTreeMethod(DraftingMethod):
 class DynamicTreeMethod(DraftingMethod):
     """EAGLE-2's trees: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
-    nodes: drafted tokens; SafeAILab's total_token counts the root too, so that its 60 is 59 here. auto takes as many in
-        every round as are worth their time on this machine, which is measured once.
-    depth: 6 gives 7 levels, as in SafeAILab's code. auto, with nodes=auto, expands as often in every round as is worth
-        its time.
+    nodes: drafted tokens; SafeAILab's total_token counts the root too, so that its 60 is 59 here.
+    depth: 6 gives 7 levels, as in SafeAILab's code.
     """
 
-    nodes: int | Literal["auto"] = 60
-    depth: int | Literal["auto"] = 6
+    nodes: int = 60
+    depth: int = 6
     topk: int = 10
     ranges: ClassVar = {"depth": 1, "topk": 1}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nodes != "auto":
-            check_range("nodes", self.nodes, 1, self.most_nodes)
-            if self.depth == "auto":
-                raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
-
-    @property
-    def most_depth(self) -> int:
-        """`depth`, or the most that auto takes."""
-        return MOST_LEVELS if self.depth == "auto" else self.depth
-
-    @property
-    def most_nodes(self) -> int:
-        """Number of nodes that a tree is chosen from, or the most that the target scores."""
-        return min(MAX_NODES, num_candidates(self.topk, self.most_depth + 1))
+        check_range("nodes", self.nodes, 1, min(MAX_NODES, num_candidates(self.topk, self.depth + 1)))
 
     def build(self, models: Models) -> Drafter:
-        if self.nodes != "auto":
-            return self.fixed(models, self.nodes, self.most_depth)
-        trees = f"trees of topk {self.topk}"
-        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
-        return self.fixed(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
-
-    def fixed(self, models: Models, nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
-        """Build the drafter of trees of at most this size, whatever `nodes` and `depth` are."""
         check_range("topk", self.topk, high=models.target.info.vocab_size)
-        shape = DynamicTree(nodes, depth, self.topk)
-        return TreeDrafter(models.net(self.drafter), shape, models.capacity, rule)
+        shape = DynamicTree(self.nodes, self.depth, self.topk)
+        return TreeDrafter(models.net(self.drafter), shape, models.capacity)
 
 
 # -- by name

@@ -22,7 +22,6 @@ from draftsmith.modules.decoding.drafter import Drafter, Level, Outcome
 from draftsmith.modules.decoding.growth import grow_dynamic, grow_static
 from draftsmith.modules.decoding.stop import StopPolicy
 from draftsmith.modules.decoding.tree import NO_DRAFT, DraftTree, DynamicTree, StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeRule
 from draftsmith.modules.finite import located
 from draftsmith.modules.llama_config import MOST_POSITIONS
 from draftsmith.modules.sampling import Sampler
@@ -128,9 +127,8 @@ class NetDrafter(Drafter, ABC):
     def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
         """Draft at most `limit` (1 or more) tokens deep behind the text."""
 
-    @abstractmethod
     def _observe(self, num_accepted: int) -> None:
-        """Show the policy or rule the result of the draft."""
+        """Show the policy the result of the draft."""
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         self.tokens, self._tree = [*prompt, first_token], NO_DRAFT
@@ -199,28 +197,19 @@ class ChainDrafter(NetDrafter):
 
 
 class TreeDrafter(NetDrafter):
-    """Drafts trees of one shape, level by level with one forward each. Nodes are chosen, or drawn if the shape says so.
-
-    rule: size of a dynamic tree.
-    """
+    """Drafts trees of one shape, level by level with one forward each. Nodes are chosen, or drawn as the shape says."""
 
     def __init__(
         self,
         net: DraftNet,
         shape: StaticTree | DynamicTree,
         capacity: int,
-        rule: TreeRule | None = None,
         static: bool | None = None,
     ):
         super().__init__(net, capacity, shape.levels, shape.slots, static)
-        self.shape, self.rule, self.learners = shape, rule, () if rule is None else rule.learners
+        self.shape = shape
 
     def _draft(self, root: Level, limit: int, sampler: Sampler) -> DraftTree:
         if isinstance(self.shape, StaticTree):
             return grow_static(self.shape, root, self.net.expand, limit, sampler)
-        return grow_dynamic(self.shape, root, self.net.expand, limit, self.rule)
-
-    def _observe(self, num_accepted: int) -> None:
-        # At the context's end a round may have no draft, which the rule learns nothing from.
-        if self.rule is not None and self._tree.tokens:
-            self.rule.observe(len(self._tree.tokens), self._tree.draft_calls, num_accepted)
+        return grow_dynamic(self.shape, root, self.net.expand, limit)

@@ -24,7 +24,6 @@ from draftsmith.modules.decoding.drafter import Drafter
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
 from draftsmith.modules.decoding.stop import ConfidenceStop, CostRule, FixedLengthStop, PredictorStop, SelfVerifyStop
 from draftsmith.modules.decoding.tree import DraftTree, DynamicTree, StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.draft_model import DraftModelNet
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
@@ -395,12 +394,7 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: chain_or_tree(hydra.net(target), shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
-
-        def tree_drafter():
-            rule = TreeRule(TREE_TIMES, "depth=auto" in name) if "nodes=auto" in name else None
-            return TreeDrafter(head.net(target), EAGLE_TREES[name], CAPACITY, rule)
-
-        return tree_drafter
+        return lambda: TreeDrafter(head.net(target), EAGLE_TREES[name], CAPACITY)
     return lambda: sequence_drafter(name, draft, seed)
 
 
@@ -429,11 +423,7 @@ EAGLE_TREES = {
     # Drawn without replacement; with top_k=2 the third child of the root does not exist.
     "drawn": dataclasses.replace(StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), drawn=True),
     "eagle-tree": DynamicTree(nodes=6, depth=2, topk=3),
-    "eagle-tree:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
-    "eagle-tree:nodes=auto:depth=auto": DynamicTree(nodes=9, depth=2, topk=2),
 }
-# A node costs enough for few to be taken at a good pace, and many at a bad one.
-TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
            "cost", "online",
            "cost:eagle", "online:eagle", "eagle:k=2", "specdec++:eagle", "confidence:eagle", "tree",

@@ -22,7 +22,7 @@ META: dict[str, Any] = {
                  "device": "cpu", "num_threads": 1, "loader": "auto"},
     "target": {"config": "aaaa", "tokenizer": "bbbb"},
     "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
-    "versions": {"torch": "2.8"}, "models": {}, "step_costs": {}, "tree_times": {},
+    "versions": {"torch": "2.8"}, "models": {}, "step_costs": {},
     "heads": {"eagle": {"path": "first", "sha256": "d" * 64}},
 }  # fmt: skip
 

@@ -14,11 +14,8 @@ from oracles import drafts
 from oracles.drafts import Linear, Spy
 from oracles.tables import PROMPT, H, TableLM, V
 
-from draftsmith.modules.decoding.drafter import Outcome
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.decoding.stop import RecentRatio
 from draftsmith.modules.decoding.tree import DynamicTree, StaticTree
-from draftsmith.modules.decoding.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.drafters.net import ChainDrafter, TreeDrafter
@@ -193,9 +190,8 @@ def propose(
     max_drafted: int,
     tokens: list[int],
     static: bool = False,
-    **how,
 ):
-    drafter = TreeDrafter(head.net(lm), shape, 32, static=static, **how)
+    drafter = TreeDrafter(head.net(lm), shape, 32, static=static)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.start(tokens[:-1], features, tokens[-1])
     return drafter.propose(max_drafted, Sampler(SamplingParams(), TorchSource(0))), drafter
@@ -214,30 +210,6 @@ def test_the_dynamic_tree_is_the_papers(static, seed, topk, depth, nodes, max_dr
     assert set(found) == wanted
     assert all(parent < i for i, parent in enumerate(tree.parents))
     assert tree.draft_calls == 1 + min(depth, max_drafted - 1)
-
-
-def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():
-    head, lm, tokens = make_head(5).requires_grad_(False), TableLM(5, support=(V,)), [*PROMPT, 1, 3]
-    everything, _ = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens)
-
-    class Three(TreeRule):
-        def choose(self, values):
-            self.shown = values
-            return 3
-
-    rule = Three(TreeTimes(2.0, 1.0, (10.0, 11.0, 12.0, 13.0)))
-    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rule=rule)
-    assert rule.shown == sorted(everything.values, reverse=True)
-    best = sorted(zip(everything.values, paths_of(everything), strict=True), reverse=True)[:3]
-    assert set(paths_of(tree)) == {path for _, path in best}
-    before = rule.pace
-    outcome = Outcome((tree.tokens[0], 1), 1, torch.zeros(2, H, dtype=torch.float64), torch.zeros(4, V))
-    drafter.advance(outcome)
-    kept = 1 - 1 / RecentRatio.MEMORY
-    time = 1.5 / before
-    assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
-    drafter.advance(outcome)  # a round without a draft
-    assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -57,7 +57,6 @@ def test_a_cost_is_a_number_or_measured():
         ("spec,spec", ["spec twice"]),
         ("specdec++:h=0", ["h: found 0.0", "in (0, 1)"]),
         ("eagle-tree:nodes=200", ["nodes: found 200", "1 to 128"]),
-        ("eagle-tree:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("medusa:tree=medusa-63", ["medusa: found setting 'tree', expected k", "medusa-static has it."]),
@@ -80,10 +79,3 @@ def test_a_missing_model_is_told_with_its_flag(label):
         expected = f"--head HEAD: a head of kind {need}" if need in learned() and need != "draft" else expected
         with pytest.raises(InputError, match=f"Pass {expected}"):
             check_needs(named, {name: path for name, path in given.items() if name != need})
-
-
-def test_a_trees_nodes_are_a_number_or_auto():
-    auto = parse_method("eagle-tree:nodes=auto:depth=2:topk=4")
-    assert (auto.nodes, auto.most_nodes) == ("auto", 4 + 2 * 16)
-    assert parse_method("eagle-tree:nodes=auto").most_nodes == 128
-    assert parse_method("eagle-tree:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
