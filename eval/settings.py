@@ -408,8 +408,7 @@ class CheckConfig(ServedTarget):
         directory: The directory to check.
         format: The system that is to read it; auto detects whose directory it is, and adds a line for every other.
         target: The target model.
-        target_gguf: The target's GGUF file, which llama.cpp serves. Default: --target if it is one, else it is written,
-            of Llama-family models.
+        target_gguf: The target's GGUF file, which llama.cpp serves. Default: --target if it is one.
         head: The head that the directory was exported from, to compare logits with.
         engine: own reads the files here; vllm and llamacpp serve the directory (a head, or a draft model) with the
             target, greedily.

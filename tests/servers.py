@@ -3,7 +3,6 @@ model hub."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import threading
@@ -190,46 +189,18 @@ class EngineLike(Server):
 
 
 class Hub(Server):
-    """A model hub that speaks the parts of the protocol that downloads and small uploads need.
+    """A model hub that speaks the parts of the protocol that downloads need.
 
     repositories: id -> {revision: directory}; `main` is what is taken without one. tokens: id -> the token that may
-    read it. fetched: every path that was. created: id -> files that were uploaded.
+    read it. fetched: every path that was.
     """
 
     def __init__(self) -> None:
-        super().__init__(self.reply)
+        super().__init__(self.give)
         self.repositories: dict[str, dict[str, Path]] = {}
         self.tokens: dict[str, str] = {}
         self.gated: set[str] = set()
         self.fetched: list[str] = []
-        self.created: dict[str, dict[str, bytes]] = {}
-
-    def reply(self, request: Request) -> Any:
-        return self.take(request) if request.content else self.give(request)
-
-    def take(self, request: Request) -> Any:
-        """Reply to an upload: a repository that is created, a list of files, or a commit of them."""
-        if not request.token:
-            return 401, {}, {}
-        as_json = {"Content-Type": "application/json"}
-        if request.path == "/api/repos/create":
-            asked = request.body
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            assert asked["visibility"] == "private" if "visibility" in asked else asked["private"]
-            self.created.setdefault(name, {})
-            return 200, as_json, {"url": f"{self.url}/{name}"}
-        if request.path == "/api/validate-yaml":  # of the card
-            return 200, as_json, {"errors": [], "warnings": []}
-        name, _, action = request.path.removeprefix("/api/models/").rpartition("/main")[0].rpartition("/")
-        if action == "preupload":
-            files = [file["path"] for file in request.body["files"]]
-            listed = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
-            return 200, as_json, {"files": listed}
-        for line in map(json.loads, request.content.splitlines()):
-            if line["key"] == "file":
-                self.created[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        commit = {"commitOid": "0" * 40, "commitUrl": f"{self.url}/{name}/commit/{'0' * 40}", "pullRequestUrl": None}
-        return 200, as_json, commit
 
     def commit(self, name: str, revision: str) -> str:
         return hashlib.sha1(f"{name}@{self.repositories[name][revision]}".encode()).hexdigest()

@@ -41,7 +41,7 @@ from draftsmith.modules.llama_config import rope_settings
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, checkpoint_of
 from draftsmith.modules.pretrained.directory import foreign_package, gguf_file, package_directory
 from draftsmith.modules.pretrained.gguf import is_gguf_model
-from draftsmith.modules.pretrained.gguf_writer import widen_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import widen_gguf
 from draftsmith.modules.pretrained.heads import build_head, load_head, stored_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.pretrained.models import load_fitting, load_lm
@@ -239,16 +239,17 @@ def llamacpp_client(
         return
     check_room(config, chain, prompts, target.info.max_position)
     drafter = gguf_file(config.directory)
+    if drafter is None:
+        found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
+        raise InputError("directory", found, "one that llama.cpp serves", remedy)
+    named = Path(resolve_model(checkpoint_of(target).path))
+    file = config.target_gguf or (named if named.suffix == ".gguf" else None)
+    if file is None:
+        remedy = "Convert it with llama.cpp's convert_hf_to_gguf.py, and pass the file as --target-gguf."
+        raise InputError("target", named, "its GGUF file, which llama.cpp serves", remedy)
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as folder:
         target_file, drafter_file = Path(folder, "target.gguf"), Path(folder, "drafter.gguf")
-        if drafter is None:
-            found, remedy = f"{config.directory} without a .gguf file", "Export the head with --format llamacpp."
-            raise InputError("directory", found, "one that llama.cpp serves", remedy)
-        named = Path(resolve_model(checkpoint_of(target).path))
-        if file := config.target_gguf or (named if named.suffix == ".gguf" else None):
-            widen_gguf(file, target_file)
-        else:
-            write_gguf_model(target_file, checkpoint_of(target))
+        widen_gguf(file, target_file)
         widen_gguf(drafter, drafter_file)
         kind = "draft-simple" if ours.kind == MODEL else f"draft-{served_kind(ours.kind)}"
         models = ServedModels(target_file, drafter_file, kind)

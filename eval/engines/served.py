@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftsmith.data.console import (
@@ -38,7 +39,6 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sour
 from draftsmith.eval.bench.results import Resamples
 from draftsmith.eval.bench.tables import places_table
 from draftsmith.eval.clock import rotated
-from draftsmith.eval.costs import interpolate
 from draftsmith.eval.engines.chain import Counted, EngineAnswer, accepted_by_place, tau_of
 from draftsmith.eval.engines.llamacpp import LlamaCppClient, ServedModels, server_words
 from draftsmith.eval.engines.vllm import ENVIRONMENT, VllmClient, engine_python
@@ -360,8 +360,11 @@ def best_lengths(seconds: Mapping[int, Mapping[int, float]]) -> list[int]:
     interpolated.
     """
     most = max(max(curve) for curve in seconds.values())
-    loads = range(1, most + 1)
-    return [min(sorted(seconds), key=lambda k: interpolate(seconds[k], load)) for load in loads]
+
+    def token_s(k: int, load: int) -> float:
+        return float(np.interp(load, [*seconds[k]], [*seconds[k].values()]))
+
+    return [min(sorted(seconds), key=lambda k: token_s(k, load)) for load in range(1, most + 1)]
 
 
 def ranges(lengths: Sequence[int]) -> list[KRange]:

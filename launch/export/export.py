@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,21 @@ import torch
 
 from draftsmith.data.console import print_text
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.eval.check.check import CheckReport, Measure, check_head, original, print_report
+from draftsmith.eval.check.check import CheckReport, check_head, original, print_report
 from draftsmith.eval.check.record import hashes_of, types_of
 from draftsmith.eval.check.states import state_source
 from draftsmith.launch.export.settings import ExportConfig
 from draftsmith.modules.formats import GGUF, MTP, ORIGINAL, check_served, formats, formats_of
-from draftsmith.modules.formats.base import FLOATS, HeadFormat, ImportedHead, Package, Served, TargetFacts, largest
-from draftsmith.modules.formats.commands import llamacpp_command
+from draftsmith.modules.formats.base import FLOATS, HeadFormat, ImportedHead, Package, Served, TargetFacts
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
 from draftsmith.modules.pretrained.card import measured_of, model_card
-from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint, check_same_tokenizer
-from draftsmith.modules.pretrained.directory import RECORD, check_own
+from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint
+from draftsmith.modules.pretrained.directory import RECORD
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.modules.pretrained.gguf import copied_metadata
-from draftsmith.modules.pretrained.gguf_writer import rounded_to_q8, tokenizer_metadata, write_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import rounded_to_q8, tokenizer_metadata, write_gguf
 from draftsmith.modules.pretrained.heads import (
     build_head,
     head_config,
@@ -41,8 +39,7 @@ from draftsmith.modules.pretrained.heads import (
     original_of,
     stored_tensors,
 )
-from draftsmith.modules.pretrained.hub import check_push, loadable, resolve_model, upload
-from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.pretrained.hub import loadable, resolve_model
 from draftsmith.modules.pretrained.provenance import flatten
 from draftsmith.modules.pretrained.quantized import Quantized
 from draftsmith.modules.pretrained.reading import read_object
@@ -56,9 +53,7 @@ HEAD_MANIFEST = {
 }
 # Tokens per target call. Chosen, not measured: a head of 1.2 slowed decoding down, one of 1.9 sped it up (README.md).
 WORTH_IT = 1.5
-GGUF_HEAD, GGUF_DRAFT = "head.gguf", "draft.gguf"
-# Largest difference of logits, as a share of the largest, that rounding to a type explains.
-GGUF_ERROR = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "q8_0": 0.1}
+GGUF_HEAD = "head.gguf"
 TARGET_INDEX = "target-index.json"
 NUM_DRAFTED = 3  # tokens a round in printed commands, if nothing was measured
 MOST_BY_TAU = 5  # drafted tokens, however long training's own drafts were accepted
@@ -70,19 +65,18 @@ class ExportDiffers(Exception):
 
 @sole_writer()
 def run(config: ExportConfig) -> int:
-    """Export a head or a draft model. Returns 1, with nothing left in the output, if the check finds a difference.
+    """Export a head. Returns 1, with nothing left in the output, if the check finds a difference.
 
     Raises:
         InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
-    if config.push is not None:
-        check_push(config.push)
     write = export_original if config.format == ORIGINAL else export_head
-    if config.format == GGUF and kind_at(config.head) is None:
-        check_own(resolve_model(str(config.head)))
-        write = export_gguf_draft
+    named = head_directory(config.head) / "config.json"
+    if config.format == GGUF and named.exists() and kind_at(config.head) is None:
+        remedy = "Convert a draft model with llama.cpp's convert_hf_to_gguf.py."
+        raise InputError("head", config.head, "a head's directory", remedy)
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -92,8 +86,6 @@ def run(config: ExportConfig) -> int:
     except ExportDiffers:
         return 1
     print_text(f"\nWritten to {config.output}. Use it with:\n\n{command}")
-    if config.push is not None:
-        print_text(f"\nUploaded to {upload(config.output, config.push)}")
     return 0
 
 
@@ -302,29 +294,6 @@ def target_tokenizer(config: ExportConfig, target: Checkpoint) -> dict[str, Any]
             "target_gguf", f"{file} with {count} tokens", f"{size}, as {target.path} has", "Pass its own file."
         )
     return fields
-
-
-def export_gguf_draft(config: ExportConfig, directory: Path) -> tuple[CheckReport, str]:
-    """Write a draft model for llama.cpp and compare its logits with the model's. Returns the report and the command."""
-    if config.target is None:
-        raise InputError("target", "none", "the draft model's target", "Pass --target.")
-    opened, checkpoint = Checkpoint(config.target), Checkpoint(config.head)
-    check_same_tokenizer(opened, checkpoint)
-    weights = "float32" if config.weights == "auto" else config.weights
-    write_gguf_model(directory / GGUF_DRAFT, checkpoint, weights, target_tokenizer(config, opened))
-    report, ids = CheckReport(), torch.arange(256)[None] % checkpoint.shape.vocab_size
-    ours, theirs = (
-        lm.lm_head(lm.features(ids))[0].float() for lm in (load_lm(checkpoint), load_lm(str(directory / GGUF_DRAFT)))
-    )
-    difference, bar = largest(ours - theirs) / largest(ours), GGUF_ERROR[weights]
-    report.measures.append(
-        Measure("logits of 256 tokens", f"{difference:.1e} of the largest (at most {bar:g})", difference <= bar)
-    )
-    shutil.rmtree(directory / f"{GGUF_DRAFT}.dequantized")
-    (directory / f"{GGUF_DRAFT}.dequantized.lock").unlink(missing_ok=True)
-    model = str(target_file(config, config.target) or "TARGET.gguf")
-    served = Served(model, str(config.output / GGUF_DRAFT), config.num_drafted or NUM_DRAFTED)
-    return report, llamacpp_command("simple", served)
 
 
 def format_for(head: Path, name: str, config: dict[str, Any]) -> tuple[HeadFormat, Any]:

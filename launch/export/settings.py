@@ -20,10 +20,10 @@ class ExportConfig(ServedTarget):
         format: original, for a head that was imported, or trained on from another system's (`train --init`): the files
             as they came. eagle (SafeAILab/EAGLE) takes EAGLE-1 and EAGLE-3 heads, vllm and sglang DFlash and DSpark
             heads too, speculators all but EAGLE-1; llamacpp an EAGLE-3 head of version 3 or 3-norm, a DFlash or DSpark
-            head, or a draft model, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module,
+            head, as one GGUF file; mtp writes a copy of the target's checkpoint with an MTP module,
             and links to the files that stay as they are.
         output: The directory to write; new or empty.
-        head: The head's directory, such as runs/eagle-head/best, or for llamacpp a draft model.
+        head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         target_gguf: The target's GGUF file, whose tokenizer a file for llama.cpp carries. Default: --target if it is
             one, else it is made of the target's tokenizer.
@@ -32,7 +32,6 @@ class ExportConfig(ServedTarget):
         weights: Type of the exported weights; auto keeps the head's. fp8 and int8 are for vllm and sglang: the layers'
             matrices in 8 bits, all else in 16, with the acceptance before and after. q8_0 is llama.cpp's.
         license: License of the head, for the card.
-        push: Hub id: upload the directory there, with its model card. A new repository is private.
     """
 
     format: Literal["original", WrittenFormat] = ORIGINAL
@@ -43,7 +42,6 @@ class ExportConfig(ServedTarget):
     num_drafted: int = 0
     weights: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "q8_0"] = "auto"
     license: str = ""
-    push: str | None = None
 
     def __post_init__(self) -> None:
         from draftsmith.modules.decoding.tree import MAX_NODES

@@ -1,4 +1,4 @@
-"""Write GGUF files of heads and of Llama-family models with the package `gguf`."""
+"""Write GGUF files of heads with the package `gguf`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.formats.gguf import gguf_name, llama_metadata, reordered, rope_divisors
-from draftsmith.modules.formats.llama import to_adjacent
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.files import whole
 from draftsmith.modules.pretrained.gguf import copied_metadata, gguf_package, open_gguf, read_tensor
-from draftsmith.modules.targets.shape import llama_config
 from draftsmith.modules.types import InputError
 
 # Type of weights -> GGUF's, and its number in general.file_type.
@@ -73,31 +70,6 @@ def rounded_to_q8(tensor: Tensor) -> Tensor:
     gguf = gguf_package()
     stored = gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.float().numpy(), stored), stored).copy())
-
-
-def write_gguf_model(
-    path: Path, model: Checkpoint, weights: str = "float32", tokenizer: Mapping[str, Any] | None = None
-) -> None:
-    """Write a Llama-family model as a GGUF file. tokenizer: metadata of its target's file; default: its own."""
-    model.check_weights()
-    kind, llama = str(model.config["model_type"]), model.shape
-    if llama.reasons:
-        # Raises the reason why it is none of that family.
-        llama_config(model.config)
-    kind = "llama" if kind == "mistral" else kind
-    if llama.sliding_window is not None:
-        raise InputError(
-            "sliding_window", llama.sliding_window, "none: llama.cpp's Llama has none", "Use another model."
-        )
-    tensors = rope_divisors(kind, llama)
-    for name, tensor in model.state().items():
-        theirs = gguf_name("model", name)
-        if theirs is not None and not (name == "lm_head.weight" and llama.tie_embeddings):
-            tensors[theirs] = reordered(kind, name, tensor, llama, to_adjacent)
-    fields = tokenizer_metadata(model) if tokenizer is None else tokenizer
-    write_gguf(
-        path, kind, {"general.name": model.directory.name, **llama_metadata(kind, llama), **fields}, tensors, weights
-    )
 
 
 def widen_gguf(file: Path, path: Path) -> None:

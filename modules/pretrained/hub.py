@@ -115,40 +115,6 @@ def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     return directory
 
 
-def check_push(name: str) -> None:
-    """Check before long work that a directory can be uploaded as this repository; else InputError."""
-    from huggingface_hub import get_token
-
-    match = REPOSITORY.fullmatch(name)
-    if match is None or match["revision"] is not None or "/" not in name:
-        raise InputError("push", repr(name), "a hub id, NAME/REPOSITORY", "Correct it.")
-    if get_token() is None:
-        remedy = "hf auth login, or set HF_TOKEN."
-        raise InputError("push", f"{name}, without a login", "a token that may write", remedy)
-
-
-def upload(directory: Path, name: str) -> str:
-    """Upload a directory as a repository, which is private if it is new. Returns its address.
-
-    Raises:
-        InputError: the hub refuses, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        hub = HfApi()
-        address = hub.create_repo(name, private=True, exist_ok=True)
-        message = "Upload a head written by draftsmith"
-        # Locks and other hidden files stay here.
-        hub.upload_folder(repo_id=name, folder_path=directory, commit_message=message, ignore_patterns=[".*"])
-        return str(address)
-    except Exception as error:
-        # As in `download`.
-        found = f"{name}, which was not uploaded ({describe_error(error)})"
-        remedy = f"{directory} is complete. Check the name and your rights, then: hf upload {name} {directory}"
-        raise InputError("push", found, "a repository of yours", remedy) from error
-
-
 @functools.cache  # a command reads one state of a repository, and asks for it once
 def download(name: str, revision: str | None, more: tuple[str, ...]) -> Path:
     """Download a repository's model files to the hub's cache."""

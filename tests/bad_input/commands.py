@@ -31,7 +31,6 @@ ROWS = [
     Row("features: no such drafter", f"data features --data {{responses}} {TARGET}{OUT}--drafter nosuch",
         ("drafter", "nosuch", "eagle")),
     Row("diagnose: no drafter", f"diagnose {{acceptance}} --data {{responses}} {TARGET}", ("acceptance", "a drafter")),
-    Row("export: no hub id", f"export --format vllm --head {{eagle}} {OUT}--push nosuch", ("push", "nosuch", "hub id")),
     # Training and its plan.
     Row("train eagle: no loss", f"train eagle --data {{features}} {TARGET}{OUT}--feature-weight 0 --token-weight 0",
         ("feature_weight, token_weight",)),

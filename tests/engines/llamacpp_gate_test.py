@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from exported import command, documented
+from gguf_models import write_gguf_model
 from torch import Tensor
 
 from draftsmith.data.engines.process import running
@@ -29,13 +30,11 @@ from draftsmith.eval.check.check import run
 from draftsmith.eval.engines.served import ServedConfig
 from draftsmith.eval.engines.served import run as serve
 from draftsmith.eval.settings import CheckConfig
-from draftsmith.launch.export.export import ExportConfig
-from draftsmith.launch.export.export import run as export
 from draftsmith.modules.drafters.block.net import default_layers
 from draftsmith.modules.formats.llama import to_adjacent, to_halves
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf import copied_metadata, open_gguf, read_tensor
-from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import write_gguf
 
 torch.set_num_threads(1)
 SERVED = Path(os.environ["DRAFTSMITH_ENGINES"]) / "served"
@@ -45,10 +44,18 @@ TARGET, PROMPTS = "embedded:target", 4
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
+@pytest.fixture(scope="module")
+def target_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_gguf_model(file, Checkpoint(TARGET))
+    return file
+
+
 @pytest.fixture
-def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def gate(target_gguf: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def call(directory: Path, **settings: Any) -> tuple[int, str]:
-        given = {"target": TARGET, "engine": "llamacpp", "engine_path": SERVER, "limit": PROMPTS, **settings}
+        given = {"target": TARGET, "target_gguf": target_gguf, "engine": "llamacpp", "engine_path": SERVER}
+        given = {**given, "limit": PROMPTS, **settings}
         code = run(CheckConfig(directory=directory, **given))
         shown = capsys.readouterr().out
         with capsys.disabled():
@@ -71,14 +78,13 @@ def edited(to: Path, edit: Edit, case: str = "three") -> Path:
     return to
 
 
-def test_every_printed_and_documented_command_is_read_and_one_is_started(tmp_path: Path):
+def test_every_printed_and_documented_command_is_read_and_one_is_started(target_gguf: Path):
     printed = {path.parent.name: command(path) for path in sorted(SERVED.glob("*/llamacpp"))}
     mtp = ["llama-server", "-m", "TARGET.gguf", "--spec-type", "draft-mtp"]
     for _, *words in [*printed.values(), *documented("llama-server"), mtp]:
         assert not subprocess.run([SERVER, *words, "--help"], capture_output=True, check=False).returncode, words
     assert subprocess.run([SERVER, "--spec-type", "draft-none", "--help"], capture_output=True, check=False).returncode
-    write_gguf_model(tmp_path / "target.gguf", Checkpoint(TARGET))
-    words = [{"TARGET.gguf": str(tmp_path / "target.gguf")}.get(word, word) for word in printed["three"][1:]]
+    words = [{"TARGET.gguf": str(target_gguf)}.get(word, word) for word in printed["three"][1:]]
     with running([str(SERVER), *words], {}) as url:
         answer = httpx.post(f"{url}/completion", json={"prompt": [5, 6, 7], "n_predict": 16}, timeout=60).json()
     assert answer["timings"]["draft_n"] > 0
@@ -96,9 +102,8 @@ def test_an_export_is_served_as_it_drafts_here(gate, case: str):
 
 
 def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
-    draft = ExportConfig(format="llamacpp", head="embedded:draft", target=TARGET, output=tmp_path / "draft")
-    assert export(draft) == 0
-    code, shown = gate(tmp_path / "draft", num_drafted=3)
+    write_gguf_model(tmp_path / "draft.gguf", Checkpoint("embedded:draft"))
+    code, shown = gate(tmp_path / "draft.gguf", num_drafted=3)
     assert code == 0 and "beside our chain of 3" in shown
     assert float(re.findall(r"at place 3 ([\d.]+)%", shown)[0]) > 20
 
@@ -106,11 +111,10 @@ def test_a_draft_model_is_served_as_it_drafts_here(gate, tmp_path: Path):
 def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
     target, draft, counts = "embedded:prose/target", "embedded:prose/draft", []
     write_gguf_model(tmp_path / "target.gguf", Checkpoint(target))
-    exported = ExportConfig(format="llamacpp", head=draft, target=target, output=tmp_path / "draft")
-    assert export(exported) == 0
+    write_gguf_model(tmp_path / "draft.gguf", Checkpoint(draft))
     prompts = make_prompts(PromptsConfig("embedded:prose/prompts", target, tmp_path / "prompts", limit=200))
     words = [str(SERVER), "-m", str(tmp_path / "target.gguf"), "-c", "2048", "-np", "4", "-t", "1", "--fit", "off"]
-    drafting = ["-md", str(tmp_path / "draft/draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
+    drafting = ["-md", str(tmp_path / "draft.gguf"), "--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
     for name, more in (("plain", []), ("drafted", drafting)):
         with running([*words, *more, "--no-cache-prompt", "--metrics"], {}) as url:
             asked: Any = {"server": f"{url}/v1", "concurrency": 4}
@@ -126,10 +130,9 @@ def test_a_running_server_that_drafts_follows_its_target(tmp_path: Path):
     assert certify(config) == 0
 
 
-def test_a_head_is_measured_beside_the_plain_server(tmp_path: Path):
-    write_gguf_model(tmp_path / "target.gguf", Checkpoint(TARGET))
+def test_a_head_is_measured_beside_the_plain_server(target_gguf: Path, tmp_path: Path):
     config = ServedConfig(
-        target=str(tmp_path / "target.gguf"), head=SERVED / "three/llamacpp", data="embedded:prompts", split="test",
+        target=str(target_gguf), head=SERVED / "three/llamacpp", data="embedded:prompts", split="test",
         limit=PROMPTS, num_drafted="3", concurrency="1,3", max_new_tokens=48, engine_path=SERVER,
         output=tmp_path / "served",
     )  # fmt: skip

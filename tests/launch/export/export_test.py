@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_models import write_gguf_model
 from safetensors.torch import load_file
-from servers import Hub
 from worlds import quick_eagle3_head, tiny_llama_dir
 
-from draftsmith.launch.cli import main
 from draftsmith.launch.export.export import expected_gain, num_drafted
 from draftsmith.launch.export.export import run as export
 from draftsmith.launch.export.import_head import run as import_head
 from draftsmith.launch.export.import_head import tied_to_target
 from draftsmith.launch.export.settings import ExportConfig, ImportConfig
-from draftsmith.launch.finished import FINISHED
 from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.formats.base import ImportedHead
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.heads import head_fields, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -86,26 +83,6 @@ def test_what_safeailabs_code_needs_is_said_and_written(exchange, tmp_path, caps
     assert index["weight_map"]["model.embed_tokens.weight"] == "model.safetensors"
     assert sorted(path.name for path in Path(exchange.target("eagle")).iterdir()) == before
     assert not (exchange.export("vllm", "eagle") / "target-index.json").exists()
-
-
-def test_an_export_is_uploaded_with_its_card(exchange, tmp_path, monkeypatch, capsys):
-    """To a hub on this machine: a private repository with every file of the directory; without a login at once no."""
-    from huggingface_hub import constants
-
-    words = ["export", "--format", "vllm", "--head", str(exchange.head("eagle")), "--push", "me/head", "--output"]
-    with Hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        assert main([*words, str(tmp_path / "out")]) == 0
-        assert f"Uploaded to {hub.url}/me/head" in capsys.readouterr().out
-        here = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.name != FINISHED}
-        assert hub.created == {"me/head": here} and {"README.md", "config.json", "model.safetensors"} <= set(here)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert main([*words, str(tmp_path / "gone")]) == 2  # the hub is gone, the directory is complete
-    assert "hf upload me/head" in capsys.readouterr().err and (tmp_path / "gone" / "README.md").exists()
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert main([*words, str(tmp_path / "never")]) == 2 and not (tmp_path / "never").exists()
 
 
 def test_a_head_with_a_bias_of_fc_is_refused_with_the_reason(exchange, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_models import write_gguf_model
 from transformers import AutoConfig
 from worlds import tiny_llama_dir
 
@@ -19,7 +20,6 @@ from draftsmith.launch.export.settings import ExportConfig, ImportConfig
 from draftsmith.modules.drafters.eagle3 import Eagle3Config, Eagle3Head, layer_like
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.gguf import open_gguf
-from draftsmith.modules.pretrained.gguf_writer import tokenizer_metadata, write_gguf_model
 from draftsmith.modules.pretrained.heads import load_head, save_head
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
@@ -58,12 +58,14 @@ def test_a_head_comes_back_from_its_file(head, target, tmp_path, weights, capsys
     assert all((ours[name].float() - again[name].float()).abs().max() <= tolerance for name in ours)
 
 
-def test_a_draft_model_is_written_with_its_targets_tokenizer(target, tmp_path):
-    draft, there = tiny_llama_dir(tmp_path / "draft", seed=5), tmp_path / "there"
-    assert export(ExportConfig(format="llamacpp", head=str(draft), target=target, output=there)) == 0
-    assert sorted(path.name for path in there.iterdir()) == ["draft.gguf"]
-    ids = torch.arange(5, 60)[None]
-    assert torch.equal(load_lm(str(there / "draft.gguf")).features(ids), load_lm(str(draft)).features(ids))
+def test_whole_models_are_converted_by_llama_cpp(head, target, tmp_path):
+    with pytest.raises(InputError, match=r"head: found .*expected a head's directory.*convert_hf_to_gguf.py"):
+        export(ExportConfig(format="llamacpp", head=Path(target), target=target, output=tmp_path / "there"))
+    assert export(ExportConfig(format="llamacpp", head=head, target=target, output=tmp_path / "there")) == 0
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f(x):"}))
+    asked = {"data": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8}
+    with pytest.raises(InputError, match=r"target: found .*expected its GGUF file.*convert_hf_to_gguf.py"):
+        check(CheckConfig(directory=tmp_path / "there", target=target, engine="llamacpp", **asked))
 
 
 def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
@@ -79,7 +81,7 @@ def test_what_gguf_cannot_hold_is_refused(head, target, tmp_path):
     assert not (tmp_path / "there").exists()
 
 
-def test_a_wrapped_targets_tokenizer_has_the_vocabulary_of_its_text(target, tmp_path):
+def test_a_wrapped_target_has_the_vocabulary_of_its_text(target, tmp_path):
     """Multimodal targets state sizes in `text_config`, and may leave out the defaults of their family."""
     wrapped = Path(shutil.copytree(target, tmp_path / "wrapped"))
     text = json.loads((wrapped / "config.json").read_text()) | {"model_type": "gemma3_text"}
@@ -88,4 +90,3 @@ def test_a_wrapped_targets_tokenizer_has_the_vocabulary_of_its_text(target, tmp_
         (wrapped / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": own}))
         assert AutoConfig.from_pretrained(wrapped).get_text_config().vocab_size == size
         assert Checkpoint(wrapped).shape.vocab_size == Checkpoint(wrapped).info.vocab_size == size
-        assert len(tokenizer_metadata(Checkpoint(wrapped))["tokenizer.ggml.tokens"]) == size

@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from gguf_models import write_gguf_model
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
@@ -24,7 +25,7 @@ from draftsmith.modules.pretrained.gguf import (
     read_gguf_head,
     read_tensor,
 )
-from draftsmith.modules.pretrained.gguf_writer import write_gguf, write_gguf_model
+from draftsmith.modules.pretrained.gguf_writer import write_gguf
 from draftsmith.modules.pretrained.hub import loadable
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf_models import write_gguf_model
 from servers import Hub
 from worlds import tiny_llama_dir
 
@@ -19,7 +20,6 @@ from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import hub as places
 from draftsmith.modules.pretrained import tokenizers
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
-from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import loadable, model_directory, repository, resolve_model
 from draftsmith.modules.pretrained.models import load_lm, load_outer
 from draftsmith.modules.types import InputError

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from chats import CHATML, HARMONY, chat_model
+from gguf_models import write_gguf_model
 from quantized_files import change_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -22,7 +23,6 @@ from draftsmith.data.engines.own import generate_all, pad_right
 from draftsmith.launch.cli import main
 from draftsmith.modules.pretrained import parity
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, check_same_tokenizer, load_tokenizer
-from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.hub import resolve_model
 from draftsmith.modules.pretrained.models import dtype_of, load_lm, load_outer
 from draftsmith.modules.targets.hf import HFLM

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gguf_models import write_gguf_model
 from quantized_files import (
     COMPUTED,
     MODELOPT,
@@ -28,7 +29,6 @@ from transformers import AutoModelForCausalLM
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
-from draftsmith.modules.pretrained.gguf_writer import write_gguf_model
 from draftsmith.modules.pretrained.layerwise import read_layerwise
 from draftsmith.modules.pretrained.models import load_lm, load_outer, load_transformers
 from draftsmith.modules.pretrained.quantized import Quantized
