@@ -269,7 +269,7 @@ class PredictionRule(Protocol):
         """Return True if one more token is not worth drafting, or if survival is NaN.
 
         survival: probability that all predicted tokens of the draft are accepted. unseen: drafted tokens without a
-        prediction yet, 1 for a late predictor, -1 where the one more token has its prediction already.
+        prediction yet, 1 for a late predictor.
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -366,35 +366,28 @@ class PredictorStop(StopPolicy):
 
 
 class SlotConfidenceStop(StopPolicy):
-    """Stop before the first token that a block drafter's confidence head thinks too little of.
+    """Stop before the first token whose confidence, by a block drafter's confidence head, is below `threshold`.
 
     The head does not see that token, which is never drawn, so that nothing is biased. llama.cpp cuts where a token's
-    own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp). The product over the draft is the
-    probability that all of it is accepted, and what one more token adds, which has to be worth its time by `CostRule`.
+    own probability falls below `--spec-draft-p-min` (src/models/dflash.cpp).
 
     confidence_logits: of this round's slots, set by the drafter. confidence: of a slot behind a token. probs: this
     round's confidences, of the first token on.
     """
 
-    def __init__(self, rule: PredictionRule, product: bool, max_drafted: int):
-        """product: the rule gets the product over the draft, as `CostRule` wants it; else the token's confidence."""
-        self.rule, self.product, self.max_drafted = rule, product, max_drafted
-        self.learners = rule.learners
+    def __init__(self, threshold: float, max_drafted: int):
+        self.threshold, self.max_drafted = threshold, max_drafted
         self.confidence_logits: Sequence[float] = ()
         self.confidence: Callable[[float, int], float] = lambda logit, previous: 1.0
         self.probs: list[float] = []
-        self._survival = 1.0
 
     def drafts_first(self, root: int) -> bool:
         """Begin a new draft behind the root, and return whether its first token is worth drafting."""
-        self._survival, self.probs = 1.0, []
+        self.probs = []
         return self._continues(0, root)
 
     def should_stop(self, view: DraftView) -> bool:
         return view.num_drafted >= self.max_drafted or not self._continues(view.num_drafted, view.token)
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.rule.observe(num_drafted, num_accepted)
 
     def _continues(self, slot: int, previous: int) -> bool:
         if slot >= len(self.confidence_logits):
@@ -403,5 +396,4 @@ class SlotConfidenceStop(StopPolicy):
         if math.isnan(prob):
             raise NonFinite("confidences")
         self.probs.append(prob)
-        self._survival *= prob
-        return not self.rule.enough(self._survival if self.product else prob, -1)
+        return 1 - prob <= 1 - self.threshold

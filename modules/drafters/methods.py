@@ -162,11 +162,6 @@ class SpecDecPlusPlusMethod(BoundedMethod):
 COST: dict[str, Range] = {"c": (0.0, math.inf, "()")}
 
 
-def cost_rule(c: float | str, models: Models, drafter: str) -> CostRule:
-    """Make a rule with this cost (`COST`)."""
-    return CostRule(models.times.step_cost(models, drafter) if isinstance(c, str) else c)
-
-
 @dataclass(frozen=True)
 class CostMethod(BoundedMethod):
     """Stopped once one more token is worth less than its time (`stop.CostRule`), by the acceptance head's calibrated
@@ -186,8 +181,8 @@ class CostMethod(BoundedMethod):
         return HeadPredictor(models.acceptance)
 
     def policy(self, models: Models) -> StopPolicy:
-        rule = cost_rule(self.c, models, self.drafter)
-        return PredictorStop(self.predictor(models), rule, self.min, self.max)
+        c = models.times.step_cost(models, self.drafter) if isinstance(self.c, str) else self.c
+        return PredictorStop(self.predictor(models), CostRule(c), self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -228,30 +223,18 @@ class SelfVerifyMethod(ChainMethod):
 
 @dataclass(frozen=True)
 class SlotConfidenceMethod(ChainMethod):
-    """A block drafter's chain of at most k tokens, cut by its confidences before the first one that the rule refuses.
-
-    rule: token, one whose own confidence is below t, as in llama.cpp and other servers; draft, one with which the
-    product of the confidences so far is; cost, one that is worth less than its time (`stop.CostRule`, c: see `COST`).
-    """
+    """A block drafter's chain of at most k tokens, cut before the first one whose confidence is below t."""
 
     k: int = 7
     t: float = 0.5
-    rule: Literal["token", "draft", "cost"] = "token"
-    c: float | Literal["auto"] = "auto"
-    ranges: ClassVar = COST | {"k": 1, "t": (0.0, 1.0, "()")}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.c != "auto" and self.rule != "cost":
-            raise InputError("c", f"{self.c} with rule={self.rule}", "rule=cost with it", "Add rule=cost.")
+    ranges: ClassVar = {"k": 1, "t": (0.0, 1.0, "()")}
 
     def policy(self, models: Models) -> StopPolicy:
         head = models.heads[self.drafter]
         check_range("k", self.k, high=head.longest_draft)
         if not head.config.confidence:
             raise InputError("methods", "a DSpark head without confidences", "one with", "Train it with --confidence.")
-        rule = cost_rule(self.c, models, self.drafter) if self.rule == "cost" else ThresholdRule(1 - self.t)
-        return SlotConfidenceStop(rule, self.rule != "token", self.k)
+        return SlotConfidenceStop(self.t, self.k)
 
 
 # -- trees of a trained drafter

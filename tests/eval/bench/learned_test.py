@@ -29,7 +29,7 @@ PARAMS, COUNT = SamplingParams(1.0), 24
 MODES = [SamplingParams(), PARAMS]
 PROMPTS = [BenchPrompt(str(n), [7 + n, 30, 9 * n + 1]) for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
-LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5", "dspark-confidence:k=4:rule=cost:c=0.02"]
+LEARNING = ["online:c=0.1:max=5", "cost:c=0.02:max=5"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from worlds import in_rows, quick_block_head, run_models, tiny_llama_dir
 
 from draftsmith.eval.check.states import answered_prompts
 from draftsmith.modules.decoding.loop import DecodeOptions, Round, generate_one
-from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop, ThresholdRule
+from draftsmith.modules.decoding.stop import FixedLengthStop, SlotConfidenceStop
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import TrainStep
@@ -322,17 +322,13 @@ def test_a_confidence_cuts_before_the_first_token_below_the_threshold(target):
     sure = torch.sigmoid(odds)
     lengths = set()
     for threshold in (0.01, *(sure + 1e-6).tolist(), 0.999):
-        for product in (False, True):
-            values = sure.cumprod(0) if product else sure
-            below = [i for i, value in enumerate(values.tolist()) if value < threshold]
-            wanted = tokens[: below[0]] if below else tokens
-            drafter = ChainDrafter(
-                head.net(target), SlotConfidenceStop(ThresholdRule(1 - threshold), product, SLOTS), 64
-            )
-            drafter.start(prompt, states, first)
-            tree = drafter.propose(SLOTS, Sampler(SamplingParams(), TorchSource(0)))
-            assert list(tree.tokens) == wanted
-            lengths.add(len(wanted))
+        below = [i for i, value in enumerate(sure.tolist()) if value < threshold]
+        wanted = tokens[: below[0]] if below else tokens
+        drafter = ChainDrafter(head.net(target), SlotConfidenceStop(threshold, SLOTS), 64)
+        drafter.start(prompt, states, first)
+        tree = drafter.propose(SLOTS, Sampler(SamplingParams(), TorchSource(0)))
+        assert list(tree.tokens) == wanted
+        lengths.add(len(wanted))
     assert {0, SLOTS} < lengths
 
 
