@@ -55,13 +55,6 @@ def int8(rows: int, columns: int) -> tuple[Parts, Tensor]:
     return {"weight": stored.to(torch.int8), "weight_scale": scale, **inputs}, stored * scale.double()
 
 
-def bitsandbytes_8(rows: int, columns: int) -> tuple[Parts, Tensor]:
-    parts, _ = int8(rows, columns)
-    largest = parts.pop("weight_scale")[:, 0] * 127
-    extra = {"SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
-    return parts | extra, parts["weight"] * largest.double()[:, None] / 127
-
-
 def fp4(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     codes = torch.randint(0, 16, (rows, columns))
     values = torch.tensor([*FP4, *(-value for value in FP4)]).double()[codes]
@@ -136,24 +129,6 @@ def gptq(rows: int, columns: int, bits: int = 4) -> tuple[Parts, Tensor]:
     return parts, (numbers - zeros[:, groups]) * scales[:, groups].double()
 
 
-def bitsandbytes_4(rows: int, columns: int) -> tuple[Parts, Tensor]:
-    """NF4 with double quantization: blocks of 64 numbers, whose scales are quantized in blocks of 256."""
-    codes, table, inner = torch.randint(0, 16, (rows * columns,)), torch.randn(16), torch.randn(256)
-    absmax, outer = torch.randint(0, 256, (len(codes) // 64,)), torch.rand(-(-len(codes) // 64 // 256))
-    scales = torch.stack([inner[code].double() * outer[number // 256] for number, code in enumerate(absmax)]) + 0.3
-    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns],
-             "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.3}  # fmt: skip
-    parts = {
-        "weight": (codes[1::2] + 16 * codes[::2]).to(torch.uint8)[:, None],
-        "weight.absmax": absmax.to(torch.uint8),
-        "weight.quant_map": table,
-        "weight.nested_absmax": outer,
-        "weight.nested_quant_map": inner,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8),
-    }
-    return parts, (table.double()[codes] * scales.repeat_interleave(64)).reshape(rows, columns)
-
-
 def groups(**weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -177,8 +152,6 @@ COMPUTED: dict[str, tuple[dict[str, Any], Writer]] = {
     "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP}, awq),
     "GPTQ": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "desc_act": True}, gptq),
     "GPTQ in 8 bits": ({"quant_method": "gptq", "bits": 8}, lambda *size: gptq(*size, bits=8)),
-    "bitsandbytes 8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8),
-    "bitsandbytes 4 bits": ({"load_in_4bit": True}, bitsandbytes_4),
 }
 
 

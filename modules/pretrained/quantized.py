@@ -7,7 +7,6 @@ their scales are another model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +20,16 @@ from draftsmith.modules.targets.shape import text_config
 from draftsmith.modules.types import InputError
 
 # `quant_method` in config.json of the methods whose files hold these forms.
-METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes")
+METHODS = ("fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4", "awq", "gptq")
 # Types that layers compute with, as safetensors names them.
 COMPUTED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS, FP8 = " ".join(COMPUTED), "F8_E4M3 F8_E5M2"
-STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 # Tensors of a weight, the one with the numbers first, and those that it may have; each with its types.
 FORMS: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
     ({"weight": FP8, "weight_scale_inv": f"{FLOATS} F8_E8M0"}, {}),
     ({"weight": FP8, "weight_scale": FLOATS}, {}),
     ({"weight": "I8", "weight_scale": FLOATS}, {"weight_zero_point": "I8"}),
-    ({"weight": "I8", "SCB": "F32", "weight_format": "U8"}, {}),
     ({"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"}, {}),
-    ({"weight": "U8", "weight.absmax": "U8 F32", "weight.quant_map": "F32"},
-     dict.fromkeys(NESTED, "F32") | dict.fromkeys(STATES, "U8")),
     ({"weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32"}, {}),
     ({"weight_packed": "U8", "weight_scale": "U8 F8_E8M0"}, {}),
     ({"weight_packed": "I32", "weight_scale": FLOATS, "weight_shape": "I32 I64"}, {"weight_zero_point": "I32"}),
@@ -112,7 +106,8 @@ def decide(config: Mapping[str, object], other: Mapping[str, object], tensors: M
     if kind and kind not in METHODS:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-        known = kind in AUTO_QUANTIZATION_CONFIG_MAPPING
+        # There bitsandbytes is named by its bits.
+        known = not AUTO_QUANTIZATION_CONFIG_MAPPING.keys().isdisjoint((kind, f"{kind}_4bit"))
         return Quantized(method, settings, {}, "" if known else "an unknown method", known)
 
     weights, left = dict[str, dict[str, str]](), list[str]()
@@ -159,15 +154,9 @@ def _compute(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Ten
         return values.flatten(2).transpose(1, 2)  # [E, K, N], as gpt-oss has it
     if "qweight" in parts:
         return _integers(parts, settings)
-    if "weight.absmax" in parts:
-        return _bitsandbytes(parts)
     stored = parts["weight_packed" if "weight_packed" in parts else "weight"]
     zero, block = parts.get("weight_zero_point"), _block(settings)
-    scale = next(_scale(parts[name]) for name in ("weight_scale", "weight_scale_inv", "SCB") if name in parts)
-    if "SCB" in parts:
-        if parts["weight_format"].item() != 0:
-            raise ValueError("weight_format of another layout than rows")
-        scale = scale / 127
+    scale = next(_scale(parts[name]) for name in ("weight_scale", "weight_scale_inv") if name in parts)
     if scale.ndim == 4:  # FP8_PB_WO of ModelOpt
         scale, block = scale[:, 0, :, 0], (128, 128)
     if stored.dtype == torch.uint8:
@@ -252,25 +241,3 @@ def _integers(parts: Mapping[str, Tensor], settings: Mapping[str, object]) -> Te
     if (int(groups.min()), int(groups.max())) != (0, len(scales) - 1):
         raise ValueError(f"{len(scales)} groups of {size} for {len(values)} inputs")
     return ((values - zeros[groups]) * scales[groups]).T
-
-
-def _bitsandbytes(parts: Mapping[str, Tensor]) -> Tensor:
-    """Compute a weight of bitsandbytes in 4 bits: numbers of a table in blocks, whose scales may be quantized, too."""
-    state = next((parts[name] for name in STATES if name in parts), None)
-    if state is None:
-        raise ValueError("no state of bitsandbytes")
-    about, scale = json.loads(bytes(state.tolist())), parts["weight.absmax"]
-    if scale.dtype == torch.uint8:
-        outer = _each(parts[NESTED[0]], about["nested_blocksize"], len(scale))
-        scale = parts[NESTED[1]][scale.int()] * outer + about["nested_offset"]
-    # Of a byte the higher half is first.
-    numbers = _unpack(parts["weight"].reshape(-1, 1), 4, 1).flip(1).flatten()
-    scale = _each(scale, about["blocksize"], len(numbers))
-    return (parts["weight.quant_map"][numbers.int()] * scale).reshape(about["shape"])
-
-
-def _each(scale: Tensor, block: int, count: int) -> Tensor:
-    """Repeat scales of blocks to one for each of so many numbers; ValueError if there are not as many blocks."""
-    if len(scale) != -(-count // block):
-        raise ValueError(f"{len(scale)} scales of {count} numbers in blocks of {block}")
-    return scale.repeat_interleave(block)[:count]
