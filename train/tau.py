@@ -2,7 +2,7 @@
 
 A greedy answer does not depend on what drafts it. So the target, in this process or at a server, answers the held-out
 prompts when the training begins; every validation drafts along these answers and finds the rounds that decoding would
-have. Each rank asks for the answers that it drafts along.
+have. The answers are kept with the run, a server's states too, and a resumed run asks for nothing again.
 
 A training on stored states loads no layer of the target: it reads along the recorded answers of the held-out rows. If
 these were sampled, tau is that of decoding at their temperature, top-k and top-p, in the mean over its random numbers:
@@ -11,6 +11,7 @@ p follows from the stored final states, as they are rounded, by the target's rea
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.data.engines.own import generate_all
@@ -35,10 +37,11 @@ from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.drafters.branches import as_decoding
 from draftsmith.modules.pretrained.checkpoint import checkpoint_of
+from draftsmith.modules.pretrained.files import write_tensors
 from draftsmith.modules.pretrained.hub import EMBEDDED, resolve_model
 from draftsmith.modules.targets.base import CausalLM, final_state
 from draftsmith.modules.targets.outer import OuterLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data import Samples
 from draftsmith.train.metrics import gathered, num_ranks, rank, say_on_rank_zero, sum_over_ranks
@@ -50,6 +53,8 @@ GREEDY = SamplingParams()
 # Tokens of an answer that count. The target's go past end tokens, as short answers say little.
 ANSWER_TOKENS = 64
 ANSWERED_TOGETHER = 16
+# The answers, in the run's output.
+ANSWERS = "tau.safetensors"
 
 T = TypeVar("T")
 
@@ -66,12 +71,18 @@ class AnsweredPrompt:
     limit: int
     states: Tensor | None = None
 
+    @property
+    def prompt(self) -> list[int]:
+        return self.ids[: self.begin]
+
 
 class TauProbe:
     """Measures tau of drafts of `depth` tokens along answers, on all ranks, at validations; tau picks best/.
 
     Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
     text.
+
+    measured: description of the measurement, for the log.
     """
 
     def __init__(
@@ -84,10 +95,13 @@ class TauProbe:
         params: SamplingParams = GREEDY,
     ):
         """layers: whose states the head is trained on (`DraftHead.loss_layers`). depth: tokens of a draft. held_out,
-        general: this rank's share, as many as rank 0's or one less. params: how the answers were sampled."""
+        general: the same on every rank; each rank reads its share. params: how the answers were sampled."""
         self.target, self.layers, self.depth, self.params = target, layers, depth, params
-        self._texts = [[self._read(own) for own in texts] for texts in (held_out, general)]
-        self._most = [max(counts) for counts in zip(*gathered([len(held_out), len(general)]), strict=True)]
+        self.counts = len(held_out), len(general)
+        self._texts = [[self._read(own) for own in texts[rank() :: num_ranks()]] for texts in (held_out, general)]
+        lengths, shipped = [own.begin for own in held_out], f", tau_general on {len(general)} that ship"
+        sizes = f"{len(held_out)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens{shipped if general else ''}"
+        self.measured = f"tau on {sizes}, {ANSWER_TOKENS} each at most, drafts of {depth}"
 
     def _read(self, own: AnsweredPrompt) -> TargetText:
         answer, target = Answer(own.begin, len(own.ids), own.limit), self.target
@@ -109,7 +123,7 @@ class TauProbe:
         with as_decoding(self.target.device):
             found, places = self._measure(head, 0, device, before_each)
             measured = {"tau": found}
-            if self._most[1]:
+            if self.counts[1]:
                 measured["tau_general"], _ = self._measure(head, 1, device, before_each)
         shares = ((n, kept / drafted) for n, (kept, drafted) in enumerate(places.T.tolist(), 1) if drafted)
         return measured | {f"accepted_{n}": share for n, share in shares}
@@ -120,7 +134,7 @@ class TauProbe:
         """Return tau over one group of prompts, and the rounds by place [2, K] (`along.rounds_by_place`)."""
         along = along_head(self.depth, head.net(self.target), head.config.max_position, shorter=False)
         counts = torch.zeros(2, 1 + self.depth, dtype=torch.float64)
-        for place in range(self._most[group]):
+        for place in range(-(-self.counts[group] // num_ranks())):
             before_each()
             if place < len(self._texts[group]):
                 ((walk,),) = along.walk(self._texts[group][place], [self.depth])
@@ -141,10 +155,10 @@ class MeasureTau(pl.Callback):
 def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
     """Return the probe of a training; None without prompts, which is logged.
 
-    The target or its server answers. All ranks call it, and each asks for its share.
+    The first time, the target or its server answers; all ranks call it, and share the output directory.
 
     Raises:
-        InputError: as `probe_prompts`, or a server that refuses a prompt.
+        InputError: as `probe_prompts`, a server that refuses a prompt, or a damaged file of answers.
     """
     config, target, source, params = module.config, module.target, module.source, GREEDY
     server = None if source.stream is None else source.stream.server
@@ -152,23 +166,28 @@ def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:
     if server is not None and server.context is not None:
         contexts.append(server.context)
     context = min(contexts)
-    held_out, general = list[AnsweredPrompt](), list[AnsweredPrompt]()
     if server is None and isinstance(target, OuterLM):
-        params, recorded = recorded_answers(val, config.tau_prompts, context, target.info.eos_ids)
-        lengths, shipped, held_out = [own.begin for own in recorded], 0, recorded[rank() :: num_ranks()]
+        params, held_out = recorded_answers(val, config.tau_prompts, context, target.info.eos_ids)
+        general: Sequence[AnsweredPrompt] = ()
     else:
         prompts = probe_prompts(config, target, val, context)
-        more = general_prompts(config, target, context) if prompts else []
-        lengths, shipped = [len(prompt) for prompt in prompts], len(more)
-        held_out, general = (answer_prompts(target, server, own[rank() :: num_ranks()]) for own in (prompts, more))
-    if not lengths:
+        asked, path = prompts and prompts + general_prompts(config, target, context), config.output / ANSWERS
+        if asked and rank() == 0 and [own.prompt for own in read_answers(path, target)] != asked:
+            write_answers(path, target, answer_prompts(target, server, asked))
+        # The others read what rank 0 has written.
+        gathered(None)
+        answered = read_answers(path, target) if asked else []
+        if [own.prompt for own in answered] != asked:
+            found = f"{path} of other prompts than rank 0 has written"
+            raise InputError("output", found, "a directory that all ranks share", "Put it on a shared file system.")
+        held_out, general = answered[: len(prompts)], answered[len(prompts) :]
+    if not held_out:
         say_on_rank_zero("note: tau is not measured: the held-out rows have no answer of the target")
         return None
     depth = draft_depth(module.head, config)
-    others = f", tau_general on {shipped} that ship" if shipped else ""
-    sizes = f"{len(lengths)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens{others}"
-    say_on_rank_zero(f"tau on {sizes}, {ANSWER_TOKENS} each at most, drafts of {depth}")
-    return TauProbe(target, source.aux_layers, depth, held_out, general, params)
+    probe = TauProbe(target, source.aux_layers, depth, held_out, general, params)
+    say_on_rank_zero(probe.measured)
+    return probe
 
 
 def draft_depth(head: DraftHead, config: TrainDrafterConfig) -> int:
@@ -181,8 +200,6 @@ def answer_prompts(
     target: CausalLM, server: ServedStates | None, prompts: Sequence[Sequence[int]]
 ) -> list[AnsweredPrompt]:
     """Let the target, or its server, answer prompts greedily, past end tokens."""
-    if not prompts:
-        return []
     if server is None:
         answers = generate_all(target, prompts, GREEDY, ANSWER_TOKENS, ANSWERED_TOGETHER, eos_ids=())
     else:
@@ -191,6 +208,50 @@ def answer_prompts(
     states = [None if server is None else server.read_unrounded(text) for text in texts]
     begins = map(len, prompts)
     return [AnsweredPrompt(ids, begin, len(ids), own) for ids, begin, own in zip(texts, begins, states, strict=True)]
+
+
+def write_answers(path: Path, target: CausalLM, answered: Sequence[AnsweredPrompt]) -> None:
+    """Write a target's answers, and states that came from its server."""
+    tensors = {f"{number}.ids": torch.tensor(own.ids) for number, own in enumerate(answered)}
+    states = {f"{number}.states": own.states for number, own in enumerate(answered)}
+    tensors |= {name: own.contiguous() for name, own in states.items() if own is not None}
+    metadata = {"prompt_tokens": [own.begin for own in answered], "target": target.info.identity}
+    metadata["sha256"] = digest(answered)
+    write_tensors(path, tensors, {name: json.dumps(value) for name, value in metadata.items()})
+
+
+def digest(answered: Iterable[AnsweredPrompt]) -> str:
+    """Return a hash of the answers and their states."""
+    content = hashlib.sha256()
+    for own in answered:
+        content.update(repr((own.ids, own.begin)).encode())
+        if own.states is not None:
+            content.update(own.states.contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+def read_answers(path: Path, target: CausalLM) -> list[AnsweredPrompt]:
+    """Read what `write_answers` wrote; [] if there is no file, or one of another target.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        with safe_open(path, "pt") as file:
+            names, answered = set(file.keys()), list[AnsweredPrompt]()
+            metadata = {name: json.loads(value) for name, value in file.metadata().items()}
+            for number, begin in enumerate(metadata["prompt_tokens"]):
+                ids, states = file.get_tensor(f"{number}.ids").tolist(), f"{number}.states"
+                own = file.get_tensor(states) if states in names else None
+                answered.append(AnsweredPrompt(ids, begin, len(ids), own))
+            if digest(answered) != metadata["sha256"]:
+                raise ValueError("other content than its hash says")
+            return answered if metadata["target"] == target.info.identity else []
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        remedy = "Delete it: the target answers the prompts again."
+        raise InputError(str(path), f"unreadable ({error})", "answers that tau is measured along", remedy) from error
 
 
 # -- prompts and answers
@@ -248,9 +309,10 @@ def general_prompts(config: TrainDrafterConfig, target: CausalLM, context: int) 
 
 
 def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
-    """Yield the text before each of `held_out_answers`."""
+    """Yield the text before each of `held_out_answers`, once where several answers follow it."""
     texts = [ids for ids, _ in samples.dataset.whole_texts(samples.indices)]
-    return (texts[text][:begin].tolist() for text, begin, _ in held_out_answers(samples))
+    prompts = (tuple(texts[text][:begin].tolist()) for text, begin, _ in held_out_answers(samples))
+    return (list(prompt) for prompt in dict.fromkeys(prompts))
 
 
 def held_out_answers(samples: Samples) -> Iterator[tuple[int, int, int]]:

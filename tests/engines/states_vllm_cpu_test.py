@@ -3,6 +3,7 @@ are those of our own engine, whatever is killed on the way. Run by `make test-en
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,7 +22,6 @@ import torch
 from exported import FIGURES
 from safetensors.torch import load_file
 
-from draftsmith.data.engines.vllm_states import ServedStates
 from draftsmith.data.features import FeaturesConfig
 from draftsmith.data.features import run as make_features
 from draftsmith.data.prompts import PromptsConfig
@@ -33,8 +33,7 @@ from draftsmith.modules.formats.readings import other_weights
 from draftsmith.modules.pretrained.heads import build_head, load_head, save_head, stored_tensors
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.types import InputError
-from draftsmith.train.data import Samples
-from draftsmith.train.tau import TauProbe, answer_prompts, held_out_prompts
+from draftsmith.train.tau import ANSWERS, TauProbe, answer_prompts, read_answers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from worlds import quick_eagle3_head
@@ -242,21 +241,22 @@ def test_a_training_drains_a_server_and_survives_kills_of_both(responses: Path, 
         assert left < 6e6, "more than two steps"
         assert subprocess.run(words).returncode == 0
         assert not list((tmp_path / "states").rglob("*.safetensors"))
-        target, prompts = load_lm(TARGET), list(held_out_prompts(Samples(open_dataset(responses), range(4))))
-        with ServedStates(server.url, output) as states:
-            kept = answer_prompts(target, states, prompts)
     heads = [load_file(directory / "last" / "model.safetensors") for directory in (expected, output)]
     away = max(float((heads[1][name] - value).norm() / value.norm()) for name, value in heads[0].items())
     FIGURES.append(f"a head from a server, both sides killed: weights within {away:.1e} of those from stored features")
     assert away < 1e-3
 
     # The server's answers are the target's own, and tau along them is that along its own states.
-    here = answer_prompts(target, None, prompts)
+    target = load_lm(TARGET)
+    kept = read_answers(output / ANSWERS, target)
+    here = answer_prompts(target, None, [answered.prompt for answered in kept])
     same = sum(mine.ids == answered.ids for mine, answered in zip(here, kept, strict=True))
     head = load_head(output / "last", target, kind="eagle3")
     layers, depth = head.loss_layers(head.config, target.info.num_layers), 3  # ttt_steps
     taus = [TauProbe(target, layers, depth, answers)(head, torch.device("cpu")) for answers in (kept, here)]
+    measured = json.loads((output / "last" / "manifest.json").read_text())["metrics"]
     FIGURES.append(
-        f"tau by a server {taus[0]['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of {len(kept)} answers equal"
+        f"val/tau by a server {measured['tau']:.4f}, here {taus[1]['tau']:.4f}; {same} of {len(kept)} answers equal"
     )
-    assert len(kept) == same > 0 and taus[0]["tau"] == pytest.approx(taus[1]["tau"], rel=0.02)
+    assert {name: measured[name] for name in taus[0]} == pytest.approx(taus[0])
+    assert len(kept) == same > 0 and measured["tau"] == pytest.approx(taus[1]["tau"], rel=0.02)

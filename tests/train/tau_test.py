@@ -7,11 +7,14 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from states_server import StatesServer
 from trainings import a_module, config, losses
 
@@ -42,13 +45,17 @@ from draftsmith.train.data import Samples
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import make_head, needs_layers, prepare
 from draftsmith.train.tau import (
+    ANSWERS,
+    AnsweredPrompt,
     TauProbe,
     answer_prompts,
     general_prompts,
     held_out_prompts,
     probe_prompts,
+    read_answers,
     recorded_answers,
     tau_probe,
+    write_answers,
 )
 
 
@@ -58,7 +65,7 @@ def decoded(target, head, answered, depth):
     for own in answered:
         drafter = ChainDrafter(head.net(target), FixedLengthStop(depth), 256)
         room = len(own.ids) - own.begin
-        made = generate_one(target, drafter, own.ids[: own.begin], SamplingParams(), room, TorchSource(0), eos_ids=())
+        made = generate_one(target, drafter, own.prompt, SamplingParams(), room, TorchSource(0), eos_ids=())
         answers.append(made.tokens)
         calls += 1 + len(made.trace.steps)
         for step in made.trace.steps:
@@ -116,7 +123,8 @@ def test_every_validation_measures_decodings_tau(artifacts, greedy, tmp_path, ki
     taus = losses(tmp_path / "run", "val/tau")
     assert len(taus) == 2 == len(losses(tmp_path / "run", "val/accepted_1"))
     assert manifest_of(best)["step"] == 20 * (2 if taus[1] >= taus[0] else 1)
-    answered = answer_prompts(module.target, None, list(itertools.islice(held_out_prompts(data.val), 3)))
+    answered = read_answers(tmp_path / "run" / ANSWERS, module.target)[:3]
+    assert [own.prompt for own in answered] == list(itertools.islice(held_out_prompts(data.val), 3))
     last = best.with_name("last")
     check_is_decoding(manifest_of(last)["metrics"], module.target, trained(module, last), answered, DEPTHS[kind])
 
@@ -134,12 +142,8 @@ def trained(module, directory):
 
 @pytest.mark.parametrize("context", [None, 50])
 def test_a_server_answers_once_and_its_states_give_decodings_tau(artifacts, greedy, tmp_path, context, monkeypatch):
-    """With room for the answers in the server's context and without. A resumed run goes on with the same."""
+    """With room for the answers in the server's context and without. A resumed run asks for none again."""
     monkeypatch.setattr("draftsmith.train.prepare.load_lm", None)
-    answers = []
-    monkeypatch.setattr(
-        train_tau, "answer_prompts", lambda *given: answers.append(answer_prompts(*given)) or answers[-1]
-    )
     target, asked, output = load_lm(str(artifacts.target)), set(), tmp_path / "run"
     with StatesServer(
         target, (3,), tmp_path / "spool", on_row=lambda row: asked.add(tuple(row)), max_model_len=context
@@ -147,15 +151,43 @@ def test_a_server_answers_once_and_its_states_give_decodings_tau(artifacts, gree
         options = {"data": greedy, "server": server.url, "save_every": 6, "keep": 9}
         settings = config(artifacts, output, **options, lr=1e-2, max_steps=40, val_every=20)
         best, whole = run(settings), losses(output, "val/tau")
-        answered, _ = answers
-        assert len(answered) == 3 and asked >= {tuple(own.ids[: own.begin]) for own in answered}
+        assert asked >= {tuple(own.prompt) for own in read_answers(output / ANSWERS, target)}
+        answered = read_answers(output / ANSWERS, target)[:3]
         assert {len(own.ids) for own in answered} == ({own.begin + 64 for own in answered} if context is None else {49})
         head = trained(prepare_here(artifacts, greedy, tmp_path), best.with_name("last"))
         check_is_decoding(manifest_of(best.with_name("last"))["metrics"], target, head, answered, 5)
 
         kill_before(output, 30)
+        asked.clear()
         run(settings)
+    assert not asked & {tuple(ids) for own in answered for ids in (own.ids, own.prompt)}
     assert losses(output, "val/tau") == whole and len(whole) == 2
+
+
+def damage_answers(path: Path) -> None:
+    path.write_bytes(b"damaged")
+
+
+def change_a_token(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["0.ids"][-1] += 1
+    with safe_open(path, "pt") as file:
+        save_file(tensors, path, file.metadata())
+
+
+@pytest.mark.parametrize("harm", [damage_answers, change_a_token])
+def test_answers_that_are_not_what_was_written_are_refused(artifacts, tmp_path, harm):
+    target, path = load_lm(str(artifacts.target)), tmp_path / ANSWERS
+    assert read_answers(path, target) == []
+    write_answers(path, target, [AnsweredPrompt([3, 4, 5], 2, 3, torch.ones(3, 4))])
+    (kept,) = read_answers(path, target)
+    assert (kept.ids, kept.begin, kept.limit) == ([3, 4, 5], 2, 3) and torch.equal(kept.states, torch.ones(3, 4))
+    # Another target's.
+    info = dataclasses.replace(target.info, identity=target.info.identity | {"weights": "other"})
+    assert read_answers(path, cast(Any, SimpleNamespace(info=info))) == []
+    harm(path)
+    with pytest.raises(InputError, match=f"{ANSWERS}: found unreadable .* Delete it"):
+        read_answers(path, target)
 
 
 def prepare_here(artifacts, data, tmp_path):
@@ -172,6 +204,21 @@ def kill_before(output: Path, step: int) -> None:
     (output / "training.json").unlink()
 
 
+def test_a_resumed_run_asks_the_target_for_nothing_again(artifacts, tmp_path, monkeypatch):
+    settings = config(artifacts, tmp_path / "run", data=artifacts.responses, save_every=6, keep=9)
+    run(settings)
+    whole = losses(tmp_path / "run", "val/tau")
+    kill_before(tmp_path / "run", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_tau, "answer_prompts", None)
+        run(settings)
+    assert losses(tmp_path / "run", "val/tau") == whole and len(whole) == 2
+    # Other prompts have other answers.
+    kill_before(tmp_path / "run", 12)
+    run(dataclasses.replace(settings, tau_prompts=2))
+    assert len(read_answers(tmp_path / "run" / ANSWERS, load_lm(str(artifacts.target)))) == 4
+
+
 # -- stored states
 
 
@@ -181,7 +228,7 @@ def test_along_recorded_answers_stored_states_are_what_the_target_reads(artifact
     assert isinstance(module.target, OuterLM)
     probe, device = tau_probe(module, data.val), torch.device("cpu")
     params, answered = recorded_answers(data.val, 3, 256, module.target.info.eos_ids)
-    assert params == SamplingParams(1.0)
+    assert params == SamplingParams(1.0) and not (tmp_path / "run" / ANSWERS).exists()
     whole = load_lm(str(artifacts.target))
     states = [whole.features(torch.tensor([own.ids]))[0] for own in answered]
     kept = [dataclasses.replace(own, states=own_states) for own, own_states in zip(answered, states, strict=True)]
@@ -278,6 +325,7 @@ def test_tau_of_general_prompts_stands_beside_that_of_held_out_ones(artifacts, t
     held_out, alone = (TauProbe(module.target, (), 2, part)(module.head, module.device) for part in groups)
     both = TauProbe(module.target, (), 2, *groups)
     assert both(module.head, module.device) == held_out | {"tau_general": alone["tau"]}
+    assert "tau_general on 2 that ship" in both.measured
     # A target without a template has none, which is said.
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer_config = json.loads((copy / "tokenizer_config.json").read_text())
