@@ -32,7 +32,7 @@ SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
 ROLES = ("target", "mid", "acceptance")  # other models, named by their options
-DIVISIONS = ("turn", "task")  # of a bench's numbers, beside those by a column of its rows
+DIVISIONS = ("context", "turn", "kind", "task")  # of a bench's numbers, beside those by a column of its rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             by the length of drafts, without decoding. Output of `data responses`, which records its sampling, or of
             `data prompts --supervised`, or a file of chats whose last turn is the answer, sampled by --temperature.
         limit: measure the first so many prompts, of each file where --data has several; 0 takes all.
-        by: what the numbers are divided by, separated by commas: turn, task, and columns of the rows, such as language.
+        by: what the numbers are divided by, separated by commas: context (tokens before a round), turn, kind (what a
+            round's first token is part of: thinking, call, code or prose), task, and columns of the rows, such as
+            language.
         temperature: 0 is greedy; several are separated by commas (0,1). Speed-ups are over ar at the same one. Equality
             with ar is checked in float32 only.
         repeats: runs of every method on every prompt; the median counts.
@@ -223,7 +225,7 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
     turns: Turns = "all"
     replay: str | None = None
     limit: int = 0
-    by: str = "turn,task"
+    by: str = "context,turn,kind,task"
     # Overrides the one of `Sampling`: a bench takes several. mypy allows only narrower types.
     temperature: str = field(default="0", kw_only=True)  # type: ignore[assignment]
     repeats: int = 3

@@ -94,6 +94,12 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
     whole |= {"macro_speedup": gain, "macro_tau": 2 * gain, "num_differing": 0}
     whole |= {"speedup_ci95": [gain - 0.1, gain + 0.1], "tau_ci95": [2 * gain - 0.2, 2 * gain + 0.2]}
     if method != "ar":
+        ends = ((0, 256, "below 256", 2.5), (256, 512, "256+", 2.0), (512, 1024, "512+", 1.5))
         whole["accepted_by_place"] = [0.5, 0.25]
-    whole["by"] = {"task": [{"name": task, **part} for task in TASKS]}
+        whole["by"] = {"context": [
+            {"name": name, "from": low, "to": high, "rounds": 40 if low < 512 else 9, "tau": tau, "tau_ci95": None,
+             "acceptance_rate": 0.5}
+            for low, high, name, tau in ends
+        ]}  # fmt: skip
+    whole["by"] = {**whole.get("by", {}), "task": [{"name": task, **part} for task in TASKS]}
     return {"method": method, "temperature": temperature, **whole}

@@ -125,7 +125,8 @@ def column_text(row: Mapping[str, Any], column: str) -> str:
     """
     value = row.get(column)
     if isinstance(value, list | tuple | Mapping):
-        raise RowError(f"{column} is {value!r:.60}, expected text or a number")
+        remedy = "Write its value as text, or name another column."
+        raise RowError(f"{value!r:.60} in column {column}, which is no text and no number", remedy)
     return "" if value is None else well_formed(str(value), column)
 
 

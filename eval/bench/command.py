@@ -14,6 +14,7 @@ import torch
 from draftsmith.data.console import log_done, log_note, print_table, tables_from_json
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
 from draftsmith.eval.bench.prompts import read_questions, task_sources
 from draftsmith.eval.bench.replay import replay
@@ -22,6 +23,7 @@ from draftsmith.eval.bench.results import (
     PER_PROMPT,
     failures_of,
     of_methods,
+    shown_classes,
     summarize,
     write_rows,
 )
@@ -119,6 +121,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     rows = prompt_runner.run_all(prompts, journal)
 
     # Summarize and write.
+    add_kinds(rows, tokenizer)
     methods: list[dict[str, Any]] = []
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
@@ -207,12 +210,15 @@ def write_cards(
         rows = [
             {
                 **{key: row[key] for key in ("method", "temperature", *names)},
-                "by": {
-                    by: [{name: part[name] for name in ("name", *names)} for part in row["by"][by]] for by in row["by"]
-                },
+                "by": {name: [short(part, names) for part in shown_classes(row, name)] for name in row["by"]},
             }
             for row in results["methods"]
             if row["method"] in labels
         ]
         write_measured(directory, {**meta, "methods": rows})
         log_note(f"Model card: {Path(directory) / CARD}")
+
+
+def short(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a card keeps of a class: all of one of rounds, these numbers of one of answers."""
+    return dict(part) if "rounds" in part else {name: part[name] for name in ("name", *names)}

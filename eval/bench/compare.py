@@ -8,18 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftsmith.data.console import Column, Table, format_interval, print_table, print_text
 from draftsmith.eval.bench.results import (
     BASELINE,
+    FEWEST_PROMPTS,
+    FEWEST_ROUNDS,
     MeasuredResamples,
     Row,
     of_methods,
     read_rows,
     speedup,
+    sums_by,
     tokens_per_s,
     totals_of,
 )
-from draftsmith.eval.bench.tables import mode
+from draftsmith.eval.bench.tables import TITLES, mode
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.meta import MEASURE, RESULTS, read_results
 from draftsmith.eval.settings import CompareConfig
@@ -32,8 +37,14 @@ SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "tur
 # Settings that change how fast the same work is done.
 SAME_SPEED = ("device", "num_threads", "loader")
 SEED = 0  # of the bootstrap
+TAU_COLUMNS = (
+    Column("tau_a", "tau A", ".2f"),
+    Column("tau_b", "tau B", ".2f"),
+    Column("tau", "tau B-A", "+.3f"),
+    Column("tau_ci", "95 % CI", below=True),
+)
 META = {
-    "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
+    "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED, "by")},
     "prompts": {"sha256": str},
     "clock": str,
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
@@ -71,7 +82,7 @@ def run(config: CompareConfig) -> None:
     for table in tables:
         print_table(table)
         for row in table.rows:
-            if row["method"] != BASELINE and row["gain_low"] is not None:
+            if row["method"] != BASELINE and row.get("gain_low") is not None:  # no gains stand in tables of classes
                 print_text(verdict(row))
 
 
@@ -164,10 +175,7 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
             Column("gain_b", "speed-up B", ".2fx"),
             Column("gain", "speed-up B/A", ".3fx"),
             Column("gain_ci", "95 % CI", below=True),
-            Column("tau_a", "tau A", ".2f"),
-            Column("tau_b", "tau B", ".2f"),
-            Column("tau", "tau B-A", "+.3f"),
-            Column("tau_ci", "95 % CI", below=True),
+            *TAU_COLUMNS,
             Column("equal", "equal answers"),
         ]
         note = (
@@ -178,7 +186,38 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
         if other:
             note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
-    return tables
+        pairs = {label: pair(ours[a], theirs[b], other) for label, a, b in matched(ours, theirs) if a != BASELINE}
+        tables += [by_table(pairs, name, temperature) for name in divisions(first.meta, second.meta)]
+    return [table for table in tables if table.rows]
+
+
+def divisions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return what both runs divided their numbers by."""
+    ours, theirs = (str(meta["settings"]["by"]).split(",") for meta in (first, second))
+    return [name.strip() for name in ours if name.strip() in map(str.strip, theirs)]
+
+
+def by_table(pairs: Mapping[str, tuple[list[Row], list[Row]]], name: str, temperature: float) -> Table:
+    """Build the table of tau in the classes of a division that both runs have; without rows if there is but one."""
+    rows = list[Row]()
+    for label, (first, second) in pairs.items():
+        resamples, sums = MeasuredResamples(first, SEED), [sums_by(own, name) for own in (first, second)]
+        for part in (part for part in sums[0] if part in sums[1]):
+            (tokens, calls), (others, other_calls) = (own[part] for own in sums)
+            if min(calls.sum(), other_calls.sum()) < FEWEST_ROUNDS:
+                continue
+            tau_a, tau_b = tokens.sum() / calls.sum(), others.sum() / other_calls.sum()
+            enough = min(np.count_nonzero(calls), np.count_nonzero(other_calls)) >= FEWEST_PROMPTS
+            taus = [
+                resamples.sums(a) / resamples.sums(b).clip(min=1) for a, b in ((others, other_calls), (tokens, calls))
+            ]
+            interval = resamples.interval(taus[0] - taus[1]) if enough else None
+            numbers = {"tau_a": float(tau_a), "tau_b": float(tau_b), "tau": float(tau_b - tau_a)}
+            rows.append({"method": label, "part": part, **numbers, "tau_ci": format_interval(interval, between=" to ")})
+    columns = [Column("part", name), Column("method", "method"), *TAU_COLUMNS]
+    title = f"tau by {TITLES.get(name, name)}, B against A, {mode(temperature)}"
+    shown = rows if len({row["part"] for row in rows}) > 1 else []
+    return Table(f"compare-{name}-t{temperature:g}", title, columns, shown)
 
 
 def matched(ours: Collection[str], theirs: Collection[str]) -> list[tuple[str, str, str]]:

@@ -188,8 +188,9 @@ def chat_rows(
             # Only rows that are kept apply the template, which takes most of the time.
             if not kept(own, split, tasks):
                 continue
-            own["labels"] = {name: column_text(raw, name) for name in columns}
             rows, _ = encoder.encode(row_label(raw, {}, "id", str(number)), raw)
+        with row_errors(opened.where(number), "a column of text or numbers"):
+            own["labels"] = {name: column_text(raw, name) for name in columns}
         yield from ({**row, **own} for row in rows)
 
 
@@ -198,7 +199,7 @@ def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) ->
     for name in columns:
         if not any(own[name] for own in labels):
             remedy = "Correct it. Of an artifact, data prompts --columns task=NAME keeps a column as the task."
-            raise InputError("by", name, "turn, task, or a column of the rows", remedy)
+            raise InputError("by", name, "context, turn, kind, task, or a column of the rows", remedy)
 
 
 @contextmanager

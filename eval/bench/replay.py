@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
+from draftsmith.eval.bench.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
-from draftsmith.eval.bench.results import NO_VALUE, PLACES, Floats, Resamples
+from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Floats, Resamples, Rounds, classes_of_rounds
 from draftsmith.eval.bench.runner import load_models
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.meta import RESULTS, describe
@@ -34,7 +35,7 @@ from draftsmith.modules.along import (
     along_lookup,
     along_model,
     read,
-    rounds_by_place,
+    whole,
 )
 from draftsmith.modules.decoding.trace import tau
 from draftsmith.modules.drafters import MODEL
@@ -129,9 +130,10 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class RecordedAnswer(Answer):
-    """An answer of a text. labels: its turn, its text's task and columns."""
+    """An answer of a text. labels: its turn, its text's task and columns. kinds: of its tokens."""
 
     labels: Mapping[str, Any]
+    kinds: Sequence[Kind]
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,16 @@ class RecordedText:
     answers: list[RecordedAnswer]
 
     @classmethod
-    def of(cls, row: Row, ends: Collection[int], room: int) -> RecordedText:
-        """Read a row with the fields of responses; its turn is that of the first answer. room: most tokens of an
-        answer."""
+    def of(cls, row: Row, ends: Collection[int], text_of: Callable[[Sequence[int]], str], room: int) -> RecordedText:
+        """Read a row with the fields of responses; its turn is that of the first answer. text_of: decodes tokens. room:
+        most tokens of an answer."""
         ids, answers = row["input_ids"], []
         for turn, (begin, end) in enumerate(spans(row["loss_mask"]), row["turn"]):
+            prompt = text_of(ids[max(0, begin - PROMPT_TOKENS) : begin])
+            kinds = kinds_of([text_of([token]) for token in ids[begin:end]], prompt)
             limit = begin + room if ids[end - 1] in ends else end
             labels = {"turn": turn, "task": row["task"] or "", **row["labels"]}
-            answers += [RecordedAnswer(begin, end, limit, labels)] if begin else []
+            answers += [RecordedAnswer(begin, end, limit, labels, kinds)] if begin else []
         return cls(row["id"], ids, answers)
 
 
@@ -178,7 +182,7 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
         rows = with_labels(stored, path, columns)
     else:
         rows = itertools.islice(chat_rows(str(path), target, "last", columns, supervised=True), config.limit or None)
-    texts = [RecordedText.of(row, ends, room) for row in rows]
+    texts = [RecordedText.of(row, ends, target.tokenizer.decode, room) for row in rows]
     if empty := next((text.id for text in texts if not text.answers), None):
         raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
     check_labels([answer.labels for text in texts for answer in text.answers], columns)
@@ -274,30 +278,33 @@ def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dic
 
     `by` also has each `draft_length` of the same drafter.
     """
+    numbers = summary_row(replayed, seed)
     resamples, calls = resamples_of(replayed, seed), torch.stack([one.walk.calls for one in replayed]).T.numpy()
+    classes = classes_of_rounds(rounds_of(replayed), resamples, by)
+    for name in (name for name in by if name not in OF_ROUNDS):
+        labels = [one.answer.labels[name] or NO_VALUE for one in replayed]
+        if {*labels} != {NO_VALUE}:
+            parts = {
+                value: [one for one, own in zip(replayed, labels, strict=True) if own == value]
+                for value in sorted({*labels})
+            }
+            classes[name] = [{"name": value, **summary_row(own, seed)} for value, own in parts.items()]
     lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
-    classes = {"draft_length": lengths}
-    for name in by:
-        labels = [str(one.answer.labels[name] or NO_VALUE) for one in replayed]
-        for value in dict.fromkeys(labels) if {*labels} != {NO_VALUE} else ():
-            part = [one for one, own in zip(replayed, labels, strict=True) if own == value]
-            classes.setdefault(name, []).append({"name": value, **summary_row(part, seed)})
-    return {**summary_row(replayed, seed), "by": classes}
+    return {**numbers, "by": {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
 
 
 def summary_row(replayed: Sequence[Replayed], seed: int) -> dict[str, Any]:
     """Summarize one method over some answers."""
-    calls = np.array([float(one.walk.calls[-1]) for one in replayed])
-    accepted, drafted = rounds_by_place([one.walk for one in replayed])
-    places = int((drafted[:PLACES] > 0).sum())
+    rounds, calls = rounds_of(replayed), np.array([float(one.walk.calls[-1]) for one in replayed])
+    drafted, kept = (float(rounds.weight @ own) for own in (rounds.drafted, rounds.accepted))
     return {
         "prompts": len(replayed),
         "tokens": sum(one.walk.num_tokens for one in replayed),
         **tau_of(replayed, resamples_of(replayed, seed), calls),
-        "num_draft_tokens": float(drafted.sum()),
-        "num_accepted": float(accepted.sum()),
-        "acceptance_rate": float(accepted.sum() / drafted.sum()) if drafted.any() else None,
-        "accepted_by_place": (accepted[:places] / drafted[:places]).tolist(),
+        "num_draft_tokens": drafted,
+        "num_accepted": kept,
+        "acceptance_rate": kept / drafted if drafted else None,
+        "accepted_by_place": rounds.by_place(),
     }
 
 
@@ -314,3 +321,22 @@ def tau_of(replayed: Sequence[Replayed], resamples: Resamples, calls: Floats) ->
         "tau_ci95": taus,
         "num_target_calls": float(calls.sum()),
     }
+
+
+def rounds_of(replayed: Sequence[Replayed]) -> Rounds:
+    """Collect all places of answers, weighted by how often a round begins there."""
+    places = [one.answer.starts for one in replayed]
+    weight, drafted, reached = (
+        torch.cat([getattr(one.walk, name) for one in replayed]) for name in ("visits", "drafted", "reached")
+    )
+    left = torch.cat([one.answer.end - own for one, own in zip(replayed, places, strict=True)])
+    kept = reached.sum(-1)
+    # Behind an accepted end token the target has no token of its own.
+    emitted = kept + 1 - whole(reached, left)
+    answer = np.repeat(np.arange(len(replayed)), list(map(len, places)))
+    turns = np.array([one.answer.labels["turn"] for one in replayed])[answer]
+    kinds = np.array([KINDS.index(kind) for one in replayed for kind in one.answer.kinds[1:]])
+    context, accepted = torch.cat(places).numpy(), kept.numpy()
+    counts = {"weight": weight, "drafted": drafted.sum(-1), "emitted": emitted, "long": drafted, "reached": reached}
+    arrays = {name: own.numpy() for name, own in counts.items()}
+    return Rounds(answer, **arrays, accepted=accepted, context=context, turn=turns, kind=kinds)

@@ -13,14 +13,17 @@ what was measured of every prompt, one row for each method, temperature, prompt 
     wall_s, cpu_s         medians over repeats; wall_s_runs, cpu_s_runs: every repeat, in the order taken
     num_target_calls, num_draft_tokens, num_accepted, num_discarded, draft_calls    counts of `DecodeTrace`
     prefill_emitted, prefill_calls, rounds    the trace itself, one struct a round
+    kinds                 what each round's first token is part of: thinking, call, code or prose (kinds.py)
     error                 why the prompt was not measured; then the measures are zero and empty
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,12 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
+from draftsmith.eval.bench.kinds import KINDS, Kind
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, Totals, pool, tau
 from draftsmith.modules.pretrained.files import write_table
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError
@@ -64,10 +68,17 @@ SCHEMA = pa.schema(
         **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), INT),
         "token_ids": INTS,
         "rounds": pa.list_(STEP),
+        "kinds": pa.list_(TEXT),
         "error": TEXT,
     }
 )
 PLACES = 16  # of a draft that are counted
+# Where classes of numbers begin: tokens before a round, and the turn of its conversation.
+EDGES = {"context": tuple(2**power for power in range(8, 24)), "turn": (1, 2, 3, 5, 9, 17, 33, 65)}
+OF_ROUNDS = ("context", "turn", "kind")  # divisions of rounds; others are of whole answers
+FEWEST_PROMPTS = 5  # of a class with an interval
+FEWEST_ROUNDS = 30  # of a class that is shown
+STEP_COUNTS = ("num_drafted", "num_accepted", "num_emitted")
 NOT_ANSWERED = Generation([], DecodeTrace(prefill_calls=0), False)
 
 
@@ -107,6 +118,7 @@ def row_of(
         "prefill_calls": answer.trace.prefill_calls,
         "token_ids": answer.tokens,
         "rounds": [dataclasses.asdict(step) for step in answer.trace.steps],
+        "kinds": [],
         "error": error,
     }
 
@@ -214,8 +226,9 @@ def summarize(
     """Summarize each method at one temperature, in the order measured (`of_methods`).
 
     A method's own numbers are pooled: ratios of sums over all prompts. `by` holds a list of classes for each division:
-    answers of a turn, a task or a column's value, with all numbers of a method. `macro_speedup` and `macro_tau` are
-    means over tasks, each of which counts alike, as papers print them.
+    rounds of a context length, turn or kind of token (`acceptance`), or answers of a task or of a column's value, with
+    all numbers of a method. `macro_speedup` and `macro_tau` are means over tasks, each of which counts alike, as papers
+    print them.
 
     compare: greedy in float32, where equality with ar is a fair test.
     """
@@ -223,12 +236,15 @@ def summarize(
     summaries = []
     for label, rows in measured.items():
         numbers = summary_row(rows, baseline, clock, seed, compare)
-        numbers["by"] = {}
-        for name in by:
+        resamples = MeasuredResamples(rows, seed)
+        classes = classes_of_rounds(Rounds.of(rows), resamples, by)
+        for name in (name for name in by if name not in OF_ROUNDS):
+            classes[name] = []
             for value in values_of(baseline, name):
                 own, base = ([row for row in part if label_of(row, name) == value] for part in (rows, baseline))
                 part = {"name": value, **summary_row(own, base, clock, seed, compare)}
-                numbers["by"].setdefault(name, []).append(part)
+                classes[name].append(part)
+        numbers["by"] = {name: classes[name] for name in by if classes.get(name)}
         if tasks := numbers["by"].get("task"):
             numbers |= {f"macro_{name}": statistics.fmean(part[name] for part in tasks) for name in ("speedup", "tau")}
         summaries.append({"method": label, "temperature": temperature, **numbers})
@@ -239,8 +255,8 @@ NO_VALUE = "none"
 
 
 def label_of(row: Mapping[str, Any], name: str) -> str:
-    """Return an answer's turn, its task, or its value of a column; `none` without one."""
-    return str((row[name] if name in DIVISIONS else row["labels"].get(name)) or NO_VALUE)
+    """Return an answer's task, or its value of a column; `none` without one."""
+    return (row["task"] if name == "task" else row["labels"].get(name)) or NO_VALUE
 
 
 def values_of(rows: Sequence[Row], name: str) -> list[str]:
@@ -276,7 +292,7 @@ def summary_row(
         **{name: getattr(totals, name) for name in COUNTS},
         "acceptance_rate": totals.acceptance_rate if totals.num_draft_tokens else None,
         "discard_rate": totals.discard_rate,
-        "accepted_by_place": accepted_by_place(rows),
+        "accepted_by_place": Rounds.of(rows).by_place(),
         "verification_rate": totals.verification_rate,
         "matches_ar": differing == 0 if compare else None,
         "num_differing": differing if compare else None,
@@ -288,12 +304,122 @@ def summary_row(
     }
 
 
-def accepted_by_place(rows: Sequence[Row]) -> list[float]:
-    """Return for n = 1, 2, ... the share of the rounds that drafted n tokens or more in which n or more were accepted:
-    servers' acceptance rate per position."""
-    steps = [(step["num_drafted"], step["num_accepted"]) for row in rows for step in row["rounds"]]
-    shares = []
-    for place in range(1, min(PLACES, max((drafted for drafted, _ in steps), default=0)) + 1):
-        reached = [accepted >= place for drafted, accepted in steps if drafted >= place]
-        shares.append(sum(reached) / len(reached))
-    return shares
+@dataclass(frozen=True)
+class Rounds:
+    """R rounds of answers, or places where a round may begin.
+
+    answer: [R] number of each one's answer. weight: [R] how often it counts; 1 where rounds were decoded. drafted,
+    accepted, emitted: [R] numbers of tokens, or their means. long, reached: [R, P] whether, or how probably, 1, 2, .. P
+    tokens were drafted, and accepted, or more. context: [R] tokens before it. turn: [R] of its conversation. kind: [R]
+    of its first token, its number in KINDS.
+    """
+
+    answer: NDArray[np.int64]
+    weight: Floats
+    drafted: Floats
+    accepted: Floats
+    emitted: Floats
+    long: Floats
+    reached: Floats
+    context: NDArray[np.int64]
+    turn: NDArray[np.int64]
+    kind: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Rounds:
+        """Collect the rounds that rows hold, without the prefill."""
+        steps = [step for row in rows for step in row["rounds"]]
+        counts = np.array([[step[name] for name in STEP_COUNTS] for step in steps], float).reshape(-1, 3)
+        drafted, accepted, emitted = counts.T
+        context, kinds = list[int](), list[Kind]()
+        for row in rows:
+            emitted_by_round = (step["num_emitted"] for step in row["rounds"])
+            first = row["prompt_tokens"] + row["prefill_emitted"]
+            context += list(itertools.accumulate(emitted_by_round, initial=first))[:-1]
+            kinds += row["kinds"] or ["prose"] * len(row["rounds"])
+        answer = np.repeat(np.arange(len(rows)), [len(row["rounds"]) for row in rows])
+        return cls(
+            answer,
+            np.ones(len(steps)),
+            drafted,
+            np.minimum(accepted, emitted),
+            emitted,
+            (drafted[:, None] > np.arange(PLACES)).astype(float),
+            (accepted[:, None] > np.arange(PLACES)).astype(float),
+            np.array(context, np.int64),
+            np.array([row["turn"] for row in rows], np.int64)[answer],
+            np.array([KINDS.index(kind) for kind in kinds], np.int64),
+        )
+
+    def by_place(self, mask: NDArray[np.bool_] | None = None) -> list[float]:
+        """Return for n = 1, 2, ... the share of the rounds that drafted n tokens or more in which n or more were
+        accepted: servers' acceptance rate per position. mask: [R] of the rounds that count."""
+        weight = self.weight if mask is None else self.weight * mask
+        places = int((weight @ self.long > 0).sum())
+        return ((weight @ self.reached)[:places] / (weight @ self.long)[:places]).tolist()
+
+    def classes(self, name: str) -> Iterator[tuple[dict[str, Any], NDArray[np.bool_]]]:
+        """Yield the classes of one of OF_ROUNDS: each one's `name`, and all numbers `from` one up to before the next
+        (`to`) where it is of numbers; and which rounds [R] are of it."""
+        values = getattr(self, name)
+        edges = EDGES.get(name)
+        numbers = values if edges is None else np.searchsorted(edges, values, "right")
+        for number in np.unique(numbers).tolist():
+            low = 0 if edges is None or not number else edges[number - 1]
+            high = None if edges is None or number == len(edges) else edges[number]
+            if edges is None:
+                about: dict[str, Any] = {"name": KINDS[number]}
+            elif name == "turn":
+                span = f"{low}" if high == low + 1 else f"{low}+" if high is None else f"{low}-{high - 1}"
+                about = {"name": span, "from": low, "to": high}
+            else:
+                about = {"name": f"{low:,}+" if low else f"below {high:,}", "from": low, "to": high}
+            yield about, numbers == number
+
+    def sums(self, mask: NDArray[np.bool_], num_answers: int) -> tuple[Floats, Floats]:
+        """Return the emitted tokens and target calls [N] of some rounds by their answers."""
+        weight = self.weight * mask
+        parts = (np.bincount(self.answer, own, num_answers) for own in (weight * self.emitted, weight))
+        emitted, calls = (np.asarray(part, np.float64) for part in parts)
+        return emitted, calls
+
+
+def classes_of_rounds(rounds: Rounds, resamples: Resamples, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the classes of rounds of one method's drafts; none of a method without any. resamples: of the answers."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in (name for name in by if name in OF_ROUNDS and rounds.drafted.any()):
+        found[name] = []
+        for about, mask in rounds.classes(name):
+            emitted, calls = rounds.sums(mask, resamples.num_values)
+            if not calls.any():
+                continue
+            weight = rounds.weight * mask
+            drafted = weight @ rounds.drafted
+            # Of fewer prompts, some resamples would hold none.
+            enough = np.count_nonzero(calls) >= FEWEST_PROMPTS
+            taus = resamples.sums(emitted) / resamples.sums(calls).clip(min=1)
+            found[name].append({
+                **about,
+                "rounds": round(calls.sum()),
+                "tau": tau(float(emitted.sum()), float(calls.sum())),
+                "tau_ci95": resamples.interval(taus) if enough else None,
+                "acceptance_rate": float(weight @ rounds.accepted / drafted) if drafted else None,
+                "accepted_by_place": rounds.by_place(mask),
+            })  # fmt: skip
+    return found
+
+
+def sums_by(rows: Sequence[Row], name: str) -> dict[str, tuple[Floats, Floats]]:
+    """Return the emitted tokens and target calls [N] of the answers in each class of a division."""
+    if name in OF_ROUNDS:
+        rounds = Rounds.of(rows)
+        return {about["name"]: rounds.sums(mask, len(rows)) for about, mask in rounds.classes(name)}
+    tokens, calls = (np.array([row[column] for row in rows], np.float64) for column in ("tokens", "num_target_calls"))
+    masks = {value: np.array([label_of(row, name) == value for row in rows]) for value in values_of(rows, name)}
+    return {value: (tokens * mask, calls * mask) for value, mask in masks.items()}
+
+
+def shown_classes(row: Mapping[str, Any], name: str) -> list[Row]:
+    """Return the classes of a division that are shown: those of rounds have enough of them."""
+    parts = (row.get("by") or {}).get(name) or ()
+    return [part for part in parts if part.get("rounds", FEWEST_ROUNDS) >= FEWEST_ROUNDS]

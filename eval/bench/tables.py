@@ -7,11 +7,14 @@ from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.text.answers import Repetition
-from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.bench.kinds import KINDS
+from draftsmith.eval.bench.results import BASELINE, shown_classes
 
 Row = Mapping[str, Any]
 SHOWN_PLACES = 8
 PLACES_NOTE = "Of the drafts of n tokens or more, the share whose first n were accepted."
+# What divisions are called in titles, where their names say too little.
+TITLES = {"context": "tokens before the round", "kind": "kind of token", "draft_length": "drafted tokens"}
 METHOD_COLUMNS = (
     Column("method", "method"),
     Column("tokens_per_s", "tokens/s", ",.1f"),
@@ -110,8 +113,9 @@ def part_tables(rows: Sequence[Row], temperature: float) -> list[Table]:
     drafting = [row for row in rows if row.get("accepted_by_place")]
     tables = [places_table(drafting, f"places{about}", f"Accepted by place, {said}")] if drafting else []
     for name in dict.fromkeys(name for row in rows for name in row.get("by") or ()):
-        parts = {row["method"]: {part["name"]: part for part in row["by"].get(name, ())} for row in rows}
-        classes = list(dict.fromkeys(key for own in parts.values() for key in own))
+        parts = {row["method"]: {part["name"]: part for part in shown_classes(row, name)} for row in rows}
+        begins = {key: part.get("from", 0) for own in parts.values() for key, part in own.items()}
+        classes = sorted(begins, key=lambda key: (begins[key], KINDS.index(key) if name == "kind" else 0))
         if len(classes) > 1:
             tables.append(division_table(name, parts, classes, rows, f"by_{name}{about}", said))
     return tables
@@ -141,7 +145,10 @@ def division_table(
     parts: method -> class -> its numbers. classes: in their order.
     """
     timed = any("speedup" in part for own in parts.values() for part in own.values())
-    notes = []
+    of_rounds = any("rounds" in part for own in parts.values() for part in own.values())
+    notes = ["Of rounds, without the prefill."] if of_rounds else []
+    if by == "kind":
+        notes.append("A round counts by its first token.")
     if by == "task" and timed:
         # As table 1 of EAGLE-2.
         counts = ", ".join(f"{key} {parts[rows[0]['method']][key]['prompts']}" for key in classes)
@@ -167,5 +174,5 @@ def division_table(
                 cell |= {f"{heading}.{key}": part.get(key) for key in ("speedup", "tau")}
                 cell[f"{heading}.ci"] = format_interval(part.get("tau_ci95"))
         cells.append(cell)
-    title = f"{'Speed-up and tau' if timed else 'Tau'} by {by.replace('_', ' ')}, {mode}"
+    title = f"{'Speed-up and tau' if timed else 'Tau'} by {TITLES.get(by, by)}, {mode}"
     return Table(name, title, columns, cells, " ".join(notes))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.bench.compare import compare_runs, open_bench
+from draftsmith.eval.bench.compare import compare_runs, open_bench, run
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, row_of, write_rows
+from draftsmith.eval.settings import CompareConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -19,7 +20,7 @@ from draftsmith.modules.types import InputError
 META: dict[str, Any] = {
     "kind": "bench", "clock": "cpu",
     "settings": {"top_k": 0, "top_p": 1.0, "dtype": "float32", "max_new_tokens": 8, "ignore_eos": False, "turns": "all",
-                 "device": "cpu", "num_threads": 1, "loader": "auto"},
+                 "device": "cpu", "num_threads": 1, "loader": "auto", "by": "turn,task"},
     "target": {"config": "aaaa", "tokenizer": "bbbb"},
     "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
     "versions": {"torch": "2.8"}, "models": {}, "step_costs": {},
@@ -74,6 +75,26 @@ def test_ratios_differences_and_intervals_by_hand(runs):
     assert (row["gain_low"], row["gain_high"]) == (pytest.approx(1.0), pytest.approx(2.0))
     assert (row["tau_low"], row["tau_high"]) == (pytest.approx(0.0), pytest.approx(5 / 2 - 5 / 3))
     assert row["equal"] == "1 of 2" and rows["ar"]["equal"] == "2 of 2" and rows["ar"]["speed"] == 1.0
+
+
+def test_tau_is_compared_in_the_classes_that_both_runs_have(tmp_path):
+    """Six answers of five rounds in A and ten in B, of two languages: 21 tokens in six calls and in eleven."""
+
+    def answers(rounds: int) -> list[Row]:
+        rows = [item(number, list(range(21)), 1.0, rounds) for number in range(12)]
+        return [{**row, "labels": {"language": "en" if row["prompt"] < 6 else ""}} for row in rows]
+
+    settings = {**META["settings"], "by": "context,language"}
+    first, second = (
+        write(tmp_path / name, {"ar": answers(20), "spec": answers(rounds)}, settings=settings)
+        for name, rounds in (("a", 5), ("b", 10))
+    )
+    _, table = compare_runs(open_bench(first), open_bench(second))
+    assert [(row["part"], row["tau_a"], row["tau_b"]) for row in table.rows] == [
+        ("en", 21 / 6, 21 / 11), ("none", 21 / 6, 21 / 11)
+    ]  # fmt: skip
+    assert table.rows[0]["tau_ci"] == "-1.59 to -1.59" and table.title.startswith("tau by language, B against A")
+    run(CompareConfig([first, second]))
 
 
 def test_the_only_methods_of_two_runs_are_compared_whatever_their_names(tmp_path):

@@ -38,7 +38,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 def text_of(prompt, tokens, ends=(), room=1000) -> RecordedText:
     begin, end = len(prompt), len(prompt) + len(tokens)
     limit = begin + room if tokens[-1] in ends else end
-    answer = RecordedAnswer(begin, end, limit, {"turn": 1, "task": ""})
+    answer = RecordedAnswer(begin, end, limit, {"turn": 1, "task": ""}, ["prose"] * len(tokens))
     return RecordedText("id", [*prompt, *tokens], [answer])
 
 
@@ -88,7 +88,7 @@ def test_drafts_go_on_behind_an_answers_end_but_not_to_the_last_token_allowed():
     copy of the target or never."""
     row = {"id": "x", "task": "", "turn": 1, "input_ids": [3, 4, 5, 6, 1], "loss_mask": [0, 0, 1, 1, 1]}
     row["labels"] = {}
-    ends, cut = (RecordedText.of(row, ends, 10).answers[0].limit for ends in ((1,), ()))
+    ends, cut = (RecordedText.of(row, ends, str, 10).answers[0].limit for ends in ((1,), ()))
     assert (ends, cut) == (12, 5)
     target = LogitTable(1)
     (made,) = [generate_one(target, None, list(PROMPT), SamplingParams(), 8, TorchSource(0), ())]
@@ -140,7 +140,7 @@ def test_every_head_drafts_as_in_decoding(name):
 def test_a_later_answer_is_replayed_behind_the_earlier_ones():
     models, params = small_models(), SamplingParams(1.0)
     labels = {"turn": 1, "task": ""}
-    first, ids = RecordedAnswer(3, 8, 8, labels), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
+    first, ids = RecordedAnswer(3, 8, 8, labels, ["prose"] * 5), [1, 2, 3, 4, 1, 2, 3, 1, 5, 6, 1, 2, 3, 4, 1, 2, 3]
     alone = text_of(ids[:11], ids[11:])
     both = RecordedText("id", ids, [first, *alone.answers])
     methods = "spec:k=3,eagle3:k=3,dspark:k=3,hydra:k=3,pld:k=3"
@@ -196,9 +196,10 @@ def test_greedy_replay_is_the_decoders_walk(runs):
         names = ("prompts", "tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "tau", "acceptance_rate")
         assert {name: row[name] for name in names} == {name: own[name] for name in names}
         assert row["accepted_by_place"] == pytest.approx(own["accepted_by_place"])
-        for name in ("turn", "task"):
-            parts = zip(row["by"][name], own["by"][name], strict=True)
-            assert all((mine["name"], mine["tau"]) == (theirs["name"], theirs["tau"]) for mine, theirs in parts)
+        for name in ("context", "turn", "kind"):
+            assert row["by"][name] == own["by"][name]
+        for mine, theirs in zip(row["by"]["task"], own["by"]["task"], strict=True):
+            assert (mine["name"], mine["tau"]) == (theirs["name"], theirs["tau"])
     assert rows["spec:k=3"]["tau"] > 1.2 and all(row["tau"] > 1 for row in replayed["methods"]), "nothing is compared"
     by_length = next(row["by"]["draft_length"] for row in replayed["methods"] if row["method"] == "spec:k=3")
     assert by_length[0]["tau"] == rows["spec:k=1"]["tau"]

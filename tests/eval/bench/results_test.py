@@ -11,8 +11,10 @@ from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
     PER_PROMPT,
+    Resamples,
+    Rounds,
     Row,
-    accepted_by_place,
+    classes_of_rounds,
     failures_of,
     of_methods,
     read_rows,
@@ -167,19 +169,35 @@ def row(prompt_tokens: int, turn: int, steps: list[tuple[int, int]], number: int
     return row_of(prompt, method, 0.0, Generation([0] * trace.num_tokens, trace, False), [1.0], [1.0])
 
 
-def test_places_are_counted_by_round():
+def test_places_contexts_turns_and_kinds_are_counted_by_round():
+    # Contexts before the rounds: 250, 253 and 256; then 600 and 601.
     rows = [row(249, 1, [(3, 2), (2, 2), (2, 0)]), row(599, 2, [(3, 0), (1, 1)], 1)]
+    rows[0]["kinds"] = ["prose", "code", "prose"]
+    found = classes_of_rounds(Rounds.of(rows), Resamples([0, 1], 0), ["context", "turn", "kind"])
     # Five drafts hold a first token, four a second, two a third.
-    assert accepted_by_place(rows) == [3 / 5, 2 / 4, 0 / 2] and accepted_by_place([row(10, 1, [(0, 0)])]) == []
+    assert Rounds.of(rows).by_place() == [3 / 5, 2 / 4, 0 / 2] and list(found) == ["context", "turn", "kind"]
+    code, prose = found["kind"]
+    assert (code["name"], code["rounds"], code["tau"], code["accepted_by_place"]) == ("code", 1, 3.0, [1.0, 1.0])
+    assert (prose["name"], prose["rounds"], prose["acceptance_rate"]) == ("prose", 4, (2 + 0 + 0 + 1) / 9)
+    assert [(part["from"], part["rounds"], part["tau"]) for part in found["context"]] == [
+        (0, 2, (3 + 3) / 2),
+        (256, 1, 1.0),
+        (512, 2, (1 + 2) / 2),
+    ]
+    assert [(part["from"], part["rounds"], part["tau"]) for part in found["turn"]] == [(1, 3, 7 / 3), (2, 2, 1.5)]
+    assert all(part["tau_ci95"] is None for part in found["context"])
+    assert classes_of_rounds(Rounds.of([row(10, 1, [(0, 0)])]), Resamples([0], 0), ["context"]) == {}
 
 
-def test_turns_are_divisions_like_tasks():
-    rows = [row(100, 1 + number % 2, [(2, 2 * (number % 2))] * 4, number) for number in range(20)]
-    baseline = [row(10, 1 + number % 2, [(0, 0)], number, "ar") for number in range(20)]
+def test_tables_show_classes_with_enough_rounds():
+    rows = [row(100 + 300 * (number % 2), 1, [(2, number % 3)] * 4, number) for number in range(20)]
+    rows.append(row(3000, 1, [(2, 2)], 20))
+    baseline = [row(10, 1, [(0, 0)], number, "ar") for number in range(21)]
     methods = summarize({"ar": baseline, "spec": rows}, "cpu", 0, False)
-    assert [(part["name"], part["prompts"], part["tau"]) for part in methods[1]["by"]["turn"]] == [
-        ("1", 10, 1.0), ("2", 10, 13 / 5)
-    ]  # fmt: skip
-    places, turns = part_tables(methods, 0.0)
+    places, lengths = part_tables(methods, 0.0)
     assert [column.title for column in places.columns] == ["method", "1", "2"]
-    assert [column.title for column in turns.columns if column.title] == ["method", "1", "1: tau", "2", "2: tau"]
+    assert [column.title for column in lengths.columns if column.title] == ["method", "below 256", "256+"]
+    assert lengths.note == "Of rounds, without the prefill. 95 % bootstrap intervals."
+    of_few = [row(100 + 300 * (number % 2), 1, [(2, 1)] * 8, number) for number in range(8)]
+    few = summarize({"ar": baseline[:8], "spec": of_few}, "cpu", 0, False)
+    assert part_tables(few, 0.0)[1].note == "Of rounds, without the prefill."
