@@ -19,10 +19,10 @@ from draftsmith.eval.check.states import StateSource, answered_prompts, state_so
 from draftsmith.eval.diagnose.drafts import (
     COMPARED,
     STRONG,
+    Drafts,
     HeadVariant,
     better_variants,
     head_variants,
-    kept,
     known_rope,
     longest_draft,
 )
@@ -232,10 +232,10 @@ def measure(
         variants = head_variants(theirs, known_rope(lm), lm, in_files=True)
     depth = longest_draft(COMPARED, variants)
     try:
-        as_it_is, *others = measure_texts(lm, texts, variants, depth).lengths
+        as_it_is, *others = measure_texts(lm, texts, variants, depth).drafts
     except NonFinite as error:
         return [Measure("accepted by place", str(error), False)]
-    text, strong = f"{shares(as_it_is)} of {len(as_it_is)} drafts", kept(as_it_is) >= STRONG
+    text, strong = f"{shares(as_it_is)} of {len(as_it_is.accepted)} drafts", as_it_is.share() >= STRONG
     text += "" if strong else f", a weak head (below {STRONG:.0%})"
     # Where a record or the head says what was trained, a weak one is still the right one.
     measures = [Measure("accepted by place", text, strong or known or ours is not None or None)]
@@ -243,22 +243,22 @@ def measure(
         pairs = [pair for text in texts for pair in outputs_along(lm, text, heads, depth)]
         measures.append(difference(f"logits of {sum(len(one) for one, _ in pairs)} rows", pairs, share))
         return measures if trained is None else [*measures, acceptance(lm, texts, trained, heads[0])]
-    lengths = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
+    drafts = {variant.label: own for variant, own in zip(variants[1:], others, strict=True)}
     # No file means what a trainer does otherwise than all servers: that counts only where it drafts better.
     settled = {variant.label for variant in variants if known or variant.factor == TRAINER}
     whole = isinstance(theirs.config, BlockConfig)
-    better = better_variants(as_it_is, lengths, whole)
-    for label in sorted(lengths, key=lambda label: label not in better):
+    better = better_variants(as_it_is, drafts, whole)
+    for label in sorted(drafts, key=lambda label: label not in better):
         # The same test the other way round, by as many comparisons: does it draft worse for certain?
-        ruled_out = label in settled or better_variants(lengths[label], dict.fromkeys(lengths, as_it_is), whole)
-        text = shares(lengths[label])
+        ruled_out = label in settled or better_variants(drafts[label], dict.fromkeys(drafts, as_it_is), whole)
+        text = shares(drafts[label])
         measures.append(Measure(f"read with {label}", text, False if label in better else bool(ruled_out) or None))
     return measures
 
 
-def shares(lengths: Tensor) -> str:
-    """Return the text of the shares of drafts that are accepted up to each place, from their accepted tokens [N]."""
-    return " ".join(f"{kept(lengths, place):.1%}" for place in range(1, COMPARED + 1))
+def shares(drafts: Drafts) -> str:
+    """Return the text of the shares of drafts that are accepted up to each place."""
+    return " ".join(f"{drafts.share(place):.1%}" for place in range(1, COMPARED + 1))
 
 
 def outputs_along(

@@ -6,13 +6,12 @@ factor each (layers, rotary settings, weight order, switches). A variant that dr
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from draftsmith.data.engines.own import RowUniforms, generate_all
 from draftsmith.data.store.manifest import Manifest
@@ -23,13 +22,13 @@ from draftsmith.eval.diagnose.drafts import (
     COMPARED,
     LATER_SOUND,
     STRONG,
+    Drafts,
     HeadVariant,
     Rows,
     TextMeasures,
     answered,
     better_variants,
     head_variants,
-    kept,
     known_rope,
     longest_draft,
     mask_tokens,
@@ -109,23 +108,27 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
     measures = measure(target, rows, variants, depth)
     ttt_steps = (manifest.get("config") or {}).get(head.depth_option)
     # Later tokens of a head that was trained on true states alone say nothing.
-    lengths = {v.label: n.clamp_max(ttt_steps or COMPARED) for v, n in zip(variants, measures.lengths, strict=True)}
-    as_it_is = lengths[variants[0].label]
+    most = ttt_steps or COMPARED
+    drafts = {
+        variant.label: dataclasses.replace(own, accepted=own.accepted.clamp_max(most))
+        for variant, own in zip(variants, measures.drafts, strict=True)
+    }
+    as_it_is = drafts[variants[0].label]
     whole = isinstance(head.config, BlockConfig)
-    better = better_variants(as_it_is, {v.label: lengths[v.label] for v in variants[1:]}, whole)
+    better = better_variants(as_it_is, {v.label: drafts[v.label] for v in variants[1:]}, whole)
     findings = [
         off_policy(target, rows, data, measures),
         template(checkpoint_of(target), rows, data, (manifest.get("models") or {}).get("chat_template")),
         *temperature(manifest.get("sampling"), data.sampling),
         *head_findings(head, manifest, measures),
-        *misread(variants, lengths, better),
+        *misread(variants, drafts, better),
     ]
 
     lines = [f"{'BAD ' if finding.lost else 'ok  '} {finding.name}: {finding.measured}" for finding in findings]
     causes = sorted((one for one in findings if one.lost), key=lambda one: (one.generic, -one.lost))
     prefix = "Likeliest cause"
-    first = max(kept(own) for own in lengths.values())
-    hits = round(first * len(as_it_is))
+    hits, count = max(own.counts()[0] for own in drafts.values())
+    first = hits / max(1, count)
     # With so few hits, not even a variant without any could be distinguished from the best.
     unclear = first < STRONG or sign_test(hits, 0) >= CHANCE / max(1, len(variants) - 1)
     if not better and unclear and all(cause.generic for cause in causes):
@@ -143,17 +146,17 @@ def diagnose(directory: Path, target: CausalLM, rows: Rows, data: Manifest) -> s
     return "\n".join(lines)
 
 
-def misread(variants: Sequence[HeadVariant], lengths: Mapping[str, Tensor], better: Sequence[str]) -> Iterator[Finding]:
+def misread(variants: Sequence[HeadVariant], drafts: Mapping[str, Drafts], better: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each factor that the variants change."""
-    shown = {label: f"{kept(own):.3f} {kept(own, 2):.3f}" for label, own in lengths.items()}
-    as_it_is = lengths[variants[0].label]
+    shown = {label: f"{own.share():.3f} {own.share(2):.3f}" for label, own in drafts.items()}
+    as_it_is = drafts[variants[0].label]
     for factor in dict.fromkeys(variant.factor for variant in variants[1:]):
         labels = [variant.label for variant in variants if variant.factor == factor]
-        best_ones = sorted(labels, key=lambda label: -float(lengths[label].float().mean()))[:SHOWN]
+        best_ones = sorted(labels, key=lambda label: -float(drafts[label].accepted.float().mean()))[:SHOWN]
         text = "; ".join(f"{label} {shown[label]}" for label in best_ones)
         text = f"accepted by place {shown[variants[0].label]} as it is; {text}"
         best = next((label for label in better if label in labels), "")
-        lost = max(kept(lengths[best], depth) - kept(as_it_is, depth) for depth in (1, 2)) if best else 0.0
+        lost = max(drafts[best].share(place) - as_it_is.share(place) for place in (1, 2)) if best else 0.0
         advice = (
             f"it drafts better with {best}: it is not read as it was made. Correct that and import it, or train it."
         )

@@ -57,6 +57,27 @@ class HeadVariant:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Drafts from N places, of at most COMPARED tokens.
+
+    accepted, compared: [N] how many tokens of each the target accepts, and how many were compared with its choices: up
+    to the first one that is rejected, or behind which the text goes on otherwise or ends.
+    """
+
+    accepted: Tensor
+    compared: Tensor
+
+    def share(self, place: int = 1) -> float:
+        """Return the share of drafts that are accepted up to a place."""
+        return math.prod(hits / max(1, count) for hits, count in self.counts(place))
+
+    def counts(self, place: int = 1) -> list[tuple[int, int]]:
+        """Return for each place up to this one how many tokens were accepted there, and compared."""
+        places = range(1, place + 1)
+        return [(int((self.accepted >= k).sum()), int((self.compared >= k).sum())) for k in places]
+
+
+@dataclass(frozen=True)
 class TextMeasures:
     """Measurements on texts.
 
@@ -65,16 +86,15 @@ class TextMeasures:
         perplexity: of these tokens, under the target at temperature 1.
         by_place: share of a draft's first, second, ... token that is the target's first choice, where those before it
             were right and equal to the text; of the first variant.
-        lengths: per variant, how many tokens of the draft from each position [N] the target would accept, at most
-            COMPARED.
-        per_text: number of those positions in each text.
+        drafts: of each variant, from the same places.
+        per_text: number of those places in each text.
         unknown: shares of the answers' tokens and of the target's first choices that the first variant cannot draft.
     """
 
     chosen: float
     perplexity: float
     by_place: list[float]
-    lengths: list[Tensor]
+    drafts: list[Drafts]
     per_text: list[int]
     unknown: tuple[float, float]
 
@@ -168,7 +188,7 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
     context -= max(0, depth - COMPARED)  # a draft behind the last token reads its own tokens there
     depths = [depth, *[min(depth, COMPARED)] * len(variants)][: len(variants)]
     drafting = [BranchDrafter(variant.head.net(target), own) for variant, own in zip(variants, depths, strict=True)]
-    tally, lengths = torch.zeros(2, depth), [[torch.zeros(0, dtype=torch.long)] for _ in variants]
+    tally, counts = torch.zeros(2, depth), [[torch.zeros(2, 0, dtype=torch.long)] for _ in variants]
     per_text: list[int] = []
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, chosen, -log p, unknown tokens, unknown choices
     for row in rows:
@@ -184,40 +204,41 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
             if not len(starts):
                 continue
             drafted = text.open(branches, len(ids), variant.layers).draft(starts.tolist(), depths[number])
-            hit, compared = kept_greedily(drafted.tokens.cpu(), starts, text)  # [S, K] each
-            lengths[number].append(hit.sum(1).clamp_max(COMPARED))
+            judged = kept_greedily(drafted.tokens.cpu(), starts, text)  # [2, S, K]: accepted, and compared
+            counts[number].append(judged.sum(-1).clamp_max(COMPARED))
             if number == 0:
                 per_text.append(len(starts))
-                tally += torch.stack([hit.sum(0), compared.sum(0)])
+                tally += judged.sum(1)
                 known = branches.lm_head(drafted.hidden[:1, 0])[0].isfinite().cpu()  # [V]
                 said = torch.tensor(ids)[text.places], text.best
                 sums[3:] += torch.stack([(~known[tokens]).sum() for tokens in said])
     _, chosen, surprise, *unknown = (sums / sums[0].clamp_min(1)).tolist()
     by_place = [hits / count for hits, count in tally.T.tolist() if count]
-    joined = [torch.cat(own) for own in lengths]
+    drafts = [Drafts(*torch.cat(own, -1)) for own in counts]
     perplexity = math.exp(min(surprise, 100.0))
-    return TextMeasures(chosen, perplexity, by_place, joined, per_text, (unknown[0], unknown[1]))
+    return TextMeasures(chosen, perplexity, by_place, drafts, per_text, (unknown[0], unknown[1]))
 
 
-def better_variants(as_it_is: Tensor, others: Mapping[str, Tensor], whole: bool = False) -> list[str]:
+def better_variants(as_it_is: Drafts, others: Mapping[str, Drafts], whole: bool = False) -> list[str]:
     """Return the variants that draft better, the best first, by a paired sign test over positions.
 
     First tokens are compared; later ones where a variant changes no first token, since those also depend on how far the
-    head was trained on its own states. as_it_is, others [N]: accepted tokens of the draft from each position. whole:
-    compare whole drafts, of a block drafter, which never reads its own states.
+    head was trained on its own states. whole: compare whole drafts, of a block drafter, which never reads its own
+    states.
     """
     better = []
-    for label, lengths in others.items():
-        first, own_first = lengths > 0, as_it_is > 0
+    for label, drafts in others.items():
+        lengths, own_lengths = drafts.accepted, as_it_is.accepted
+        first, own_first = lengths > 0, own_lengths > 0
         later = whole or torch.equal(first, own_first)
-        pair = (lengths, as_it_is) if later else (first.int(), own_first.int())
+        pair = (lengths, own_lengths) if later else (first.int(), own_first.int())
         wins, losses = int((pair[0] > pair[1]).sum()), int((pair[0] < pair[1]).sum())
         share, own = (float(one.float().mean()) for one in pair)
-        gains, reads_own = share >= UNLEARNED * own, kept(lengths, 2) >= LATER_SOUND * kept(lengths) ** 2
+        gains, reads_own = share >= UNLEARNED * own, drafts.share(2) >= LATER_SOUND * drafts.share() ** 2
         learned = whole or (gains and reads_own if later else gains or share >= STRONG)
-        if learned and kept(lengths) >= LEAST and sign_test(wins, losses) < CHANCE / len(others):
+        if learned and drafts.share() >= LEAST and sign_test(wins, losses) < CHANCE / len(others):
             better.append(label)
-    return sorted(better, key=lambda label: -float(others[label].float().mean()))
+    return sorted(better, key=lambda label: -float(others[label].accepted.float().mean()))
 
 
 def sign_test(wins: int, losses: int) -> float:
@@ -227,8 +248,3 @@ def sign_test(wins: int, losses: int) -> float:
     total = torch.tensor(draws + 1.0, dtype=torch.float64)
     logs = torch.lgamma(total) - torch.lgamma(k + 1) - torch.lgamma(draws - k + 1) - draws * math.log(2)
     return min(1.0, math.exp(torch.logsumexp(logs, 0)))
-
-
-def kept(lengths: Tensor, depth: int = 1) -> float:
-    """Return the share of drafts whose first `depth` tokens are accepted."""
-    return float((lengths >= depth).float().mean()) if len(lengths) else 0.0

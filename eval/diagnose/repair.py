@@ -24,7 +24,6 @@ from draftsmith.eval.diagnose.drafts import (
     TextMeasures,
     better_variants,
     head_variants,
-    kept,
     measure,
 )
 from draftsmith.modules.drafters.base import DraftHead
@@ -46,10 +45,14 @@ class Share:
     @classmethod
     def of(cls, measured: TextMeasures, number: int, depth: int) -> Share:
         """Measure the drafts of a reading over their first `depth` tokens; those of a text are not independent."""
-        lengths, per_text = measured.lengths[number], measured.per_text
-        hits, value = (lengths >= depth).double(), kept(lengths, depth)
-        off = torch.stack([(part - value).sum() for part in hits.split(per_text)])
-        return cls(value, 1.96 * float(off.square().sum().sqrt()) / len(hits))
+        drafts, value = measured.drafts[number], measured.drafts[number].share(depth)
+        # What each draft moves the product of the shares by place, to the first order.
+        moves = torch.zeros(len(drafts.accepted), dtype=torch.float64)
+        for place, (hits, count) in enumerate(drafts.counts(depth), 1):
+            off = (drafts.accepted >= place).double() - hits / max(1, count) * (drafts.compared >= place)
+            moves += value / max(1, hits) * off
+        by_text = torch.stack([part.sum() for part in moves.split(measured.per_text)])
+        return cls(value, 1.96 * float(by_text.square().sum().sqrt()))
 
     def __str__(self) -> str:
         return f"{self.value:.1%} ({max(0.0, self.value - self.half):.1%} to {min(1.0, self.value + self.half):.1%})"
@@ -98,7 +101,7 @@ def search(
         if best is None:
             break
         chosen = variants[best]
-        same_first = torch.equal(*(measured.lengths[number] > 0 for number in (0, best)))
+        same_first = torch.equal(*(measured.drafts[number].accepted > 0 for number in (0, best)))
         depth = COMPARED if same_first or isinstance(found.config, BlockConfig) else 1
         before, after = (Share.of(measured, number, depth) for number in (0, best))
         corrections.append(Correction(chosen.factor, chosen.label, depth, before, after))
@@ -109,8 +112,8 @@ def search(
 def best_of(variants: Sequence[HeadVariant], target: CausalLM, rows: Rows) -> tuple[int | None, TextMeasures]:
     """Return the number of the variant that drafts best, if it is better than the first, and what was measured."""
     measured = measure(target, rows, variants, COMPARED)
-    others = {str(number): own for number, own in enumerate(measured.lengths) if number}
-    better = better_variants(measured.lengths[0], others, isinstance(variants[0].head.config, BlockConfig))
+    others = {str(number): own for number, own in enumerate(measured.drafts) if number}
+    better = better_variants(measured.drafts[0], others, isinstance(variants[0].head.config, BlockConfig))
     return (int(better[0]) if better else None), measured
 
 

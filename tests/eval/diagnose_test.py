@@ -20,6 +20,8 @@ from draftsmith.data import prompts, responses
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
 from draftsmith.eval.diagnose.diagnosis import bad_numbers, template
+from draftsmith.eval.diagnose.drafts import head_variants, measure
+from draftsmith.eval.diagnose.repair import Share
 from draftsmith.eval.settings import DiagnoseConfig
 from draftsmith.launch.diagnose import run
 from draftsmith.launch.export.export import run as export
@@ -133,6 +135,23 @@ def test_a_sound_head_has_a_clean_bill(diagnosed, sound):
     assert list(found) == [*names, "trainer"]
     assert "100.0% of the answers begin where a served prompt ends" in found["template"]
     assert "100.0% of the answers' tokens are the target's first choice" in found["answers"]
+
+
+def test_what_a_text_does_not_tell_of_a_draft_is_no_rejection(world, sound):
+    """A draft at an answer's last token has no second one to compare; counted one by one."""
+    target = load_lm(str(world.target))
+    whole = Rows(Manifest.read(world.responses)).read(0, NUM_PROMPTS)
+    rows = [{"input_ids": row["input_ids"][:-20], "loss_mask": row["loss_mask"][:-20]} for row in whole]
+    variants = head_variants(load_draft_head(sound, target), None, target)[:1]
+    measured = measure(target, rows, variants, 2)
+    (drafts,) = measured.drafts
+    ends = torch.tensor(measured.per_text).cumsum(0) - 1  # the last place of each answer
+    assert drafts.compared[ends].tolist() == [1] * len(rows)
+    inner = torch.ones(len(drafts.accepted), dtype=torch.bool).index_fill(0, ends, False)
+    first = float((drafts.accepted >= 1).float().mean())
+    second = int((drafts.accepted[inner] == 2).sum()) / int((drafts.accepted[inner] >= 1).sum())
+    assert drafts.share() == pytest.approx(first) and drafts.share(2) == pytest.approx(first * second)
+    assert Share.of(measured, 0, 2).value == drafts.share(2) > float((drafts.accepted == 2).float().mean())
 
 
 def test_answers_of_another_model(world, diagnosed, sound, tmp_path):
