@@ -199,10 +199,19 @@ def log_note(text: str | Text) -> None:
         SafeConsole(soft_wrap=True, highlight=False, markup=False, stderr=True).print(text)
 
 
+DONE = "already_done"  # in the document of a command that had nothing to do
+
+
 def log_done(command: str, output: object, measures: bool = False) -> None:
-    """Note that a command has nothing to do: its output is finished. measures: it has the option --again."""
+    """Note that a command has found its output finished, and mark its document so. As `done_line`."""
+    add_result(**{DONE: True})
+    log_note(done_line(command, output, measures))
+
+
+def done_line(command: str, output: object, measures: bool) -> str:
+    """Say that a command has nothing to do. measures: it has the option --again."""
     anew = "--again measures anew" if measures else "choose another --output or delete it"
-    log_note(f"already done: {command} in {output} ({anew})")
+    return f"already done: {command} in {output} ({anew})"
 
 
 class SafeRecord(logging.LogRecord):

@@ -25,6 +25,8 @@ CONTINUED = ("data ", "train ", "eval bench", "eval report")
 WORDS = ("split", "subset", "columns", "device", "job_name")
 # Files that later commands write beside a head or a run: its card, what was measured with it, a report.
 LATER = (FINISHED, "README.md", "measured.json", "report.html")
+# Files by which commands know what an output holds.
+BELIEVED = ("manifest.json", "results.json")
 # A larger file is compared by its size and by samples from its beginning to its end: between them it may be changed
 # unseen.
 WHOLE, SAMPLE, NUM_SAMPLES = 2**26, 2**16, 64
@@ -36,7 +38,7 @@ def run_once(name: str, run: Callable[[Any], Any], config: Any) -> Any:
     Raises:
         InputError: the output was written by a command with other options, or from other content.
     """
-    from draftsmith.data.console import add_result, json_values, log_done, results
+    from draftsmith.data.console import DONE, add_result, done_line, json_values, log_note, results
     from draftsmith.data.ranks import place
     from draftsmith.data.store.manifest import options_of
     from draftsmith.modules.pretrained.files import write_json
@@ -48,15 +50,17 @@ def run_once(name: str, run: Callable[[Any], Any], config: Any) -> Any:
     state = state_of(name, config, output)
     if not options.get("again") and (record := finished(name, output, state)) is not None:
         if place().rank == 0:
-            log_done(name, output, "again" in options)
+            log_note(done_line(name, output, "again" in options))
         add_result(**record["document"])
         returned = record["returned"]
         return output / returned if isinstance(returned, str) else returned
 
     with results() as document:
         returned = run(config)
+        # Said by the command: what its own record compares is less, or in another order.
+        was_done = document.pop(DONE, False) and record_of(output).exists()
     # A planned training returns nothing, and of an export that differed nothing is left.
-    files = files_of(output) if returned is not None and place().rank == 0 else []
+    files = files_of(output) if returned is not None and place().rank == 0 and not was_done else []
     if files:
         relative = os.path.relpath(returned, output) if isinstance(returned, os.PathLike) else returned
         digests = {os.path.relpath(file, output): digest(file) for file in files}
@@ -77,20 +81,21 @@ def finished(name: str, output: Path, state: Mapping[str, Any]) -> dict[str, Any
 
     try:
         record = read_object(record_of(output), SHAPE)
-        intact = all(digest(output / file) == sha256 for file, sha256 in record["files"].items())
-    except (OSError, InputError):  # no record, a damaged one, or a file that is gone
+    except (OSError, InputError):  # no record, or a damaged one
         return None
     changed = changes(state, record["state"])
     if changed and not name.startswith(CONTINUED):
         remedy = "Choose another output or delete it" + (", or pass --again." if name == "eval served" else ".")
         raise InputError("output", f"{output}, made with another {changed}", "what it was made with", remedy)
-    if not intact and not changed and (manifest := record["files"].get("manifest.json")) is not None:
-        # A stage of data makes damaged shards again; it would believe what its manifest says.
-        path = output / "manifest.json"
-        if path.exists() and digest(path) != manifest:
-            remedy = f"Delete {output} and run the command again."
-            raise InputError("output", f"{path}, changed since it was written", "what the command wrote", remedy)
-    return record if intact and not changed else None
+    if changed:
+        return None
+    damaged = [file for file, sha256 in record["files"].items() if digest_of(output / file) != sha256]
+    # Others a command makes again, or refuses to write over; a training makes nothing again.
+    for file in damaged:
+        if (file in BELIEVED or name.startswith("train ")) and (output / file).exists():
+            remedy = f"Put it back, or delete {output} and run the command again."
+            raise InputError("output", f"{output / file}, changed since it was written", "what was written", remedy)
+    return None if damaged else record
 
 
 def state_of(name: str, config: Any, output: Path) -> dict[str, Any]:
@@ -167,6 +172,14 @@ def digest(path: Path) -> str:
             opened.seek(number * (size - SAMPLE) // (NUM_SAMPLES - 1))
             sha256.update(opened.read(SAMPLE))
     return f"{size} {sha256.hexdigest()}"
+
+
+def digest_of(path: Path) -> str | None:
+    """Return a file's digest; None if it is gone."""
+    try:
+        return digest(path)
+    except OSError:
+        return None
 
 
 def files_of(output: Path) -> list[Path]:

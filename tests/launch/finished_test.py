@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import draftsmith
-from draftsmith.data.console import print_table, print_text, table_from_cells
+from draftsmith.data.console import log_done, print_table, print_text, table_from_cells
 from draftsmith.data.settings import volatile
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import COMMANDS, Command
@@ -49,6 +49,7 @@ def writer(monkeypatch, tmp_path) -> Any:
         module.calls += 1
         config.output.mkdir(exist_ok=True)
         (config.output / "a.json").write_text(f"{config.size}")
+        (config.output / "results.json").write_text("{}")
         (config.output / "deep").mkdir(exist_ok=True)
         (config.output / "deep" / "b").write_text("b")
         print_text("a line")
@@ -109,6 +110,25 @@ def test_other_options_and_other_content_are_refused_or_left_to_a_command_that_c
         assert "content.head" in capsys.readouterr().err
 
 
+def test_the_record_of_a_command_that_finds_itself_finished_is_kept(writer, tmp_path, capsys, monkeypatch):
+    """As a training does whose data are listed in another order."""
+    assert main(["eval", "bench", *words(tmp_path, "--json")]) == 0
+    first, record = capsys.readouterr().out, (tmp_path / "out" / "finished.json").read_bytes()
+    monkeypatch.setattr(writer, "run", lambda config: log_done("eval bench", config.output) or 0)
+    assert main(["eval", "bench", *words(tmp_path, "--size", "2")]) == 0
+    assert (tmp_path / "out" / "finished.json").read_bytes() == record
+    capsys.readouterr()
+    assert main(["eval", "bench", *words(tmp_path, "--json")]) == 0 and capsys.readouterr().out == first
+
+
+def test_a_changed_file_of_a_training_is_refused(writer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "train eagle3", Command("writer:WriterConfig", "writer", "Writer"))
+    assert main(["train", "eagle3", *words(tmp_path)]) == 0
+    (tmp_path / "out" / "deep" / "b").write_text("c")
+    assert main(["train", "eagle3", *words(tmp_path)]) == 2 and writer.calls == 1
+    assert "deep/b, changed since it was written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["other", "gone", "unfinished", "half"])
 def test_an_output_that_is_not_what_was_written_is_not_finished(writer, tmp_path, change):
     assert main(["writer", *words(tmp_path)]) == 0
@@ -123,6 +143,14 @@ def test_an_output_that_is_not_what_was_written_is_not_finished(writer, tmp_path
         record.write_text(record.read_text()[:100])
     assert main(["writer", *words(tmp_path)]) == 0 and writer.calls == 2
     assert main(["writer", *words(tmp_path)]) == 0 and writer.calls == 2
+
+
+@pytest.mark.parametrize("command", ["writer", "eval bench"])
+def test_results_that_were_edited_are_refused(writer, tmp_path, capsys, command):
+    assert main([*command.split(), *words(tmp_path)]) == 0
+    (tmp_path / "out" / "results.json").write_text("{} ")
+    assert main([*command.split(), *words(tmp_path)]) == 2 and writer.calls == 1
+    assert f"{tmp_path}/out/results.json, changed since it was written" in capsys.readouterr().err
 
 
 def test_a_change_in_a_file_of_data_is_noticed_and_made_good(tmp_path, capsys):
