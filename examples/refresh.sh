@@ -6,7 +6,7 @@
 # Repeated, it continues: finished commands say so and do nothing.
 set -eu
 
-: "${HEAD:?a head: a directory that a training or draftsmith import wrote}"
+: "${HEAD:?a head: what a training or draftsmith import wrote, or as another trainer published it}"
 : "${TARGET:?the changed target}"
 : "${SOURCE:?prompts to train on, as for data prompts; not those of BENCH}"
 : "${SOURCE_SPLIT:=none}"         # of these prompts; none takes all
@@ -23,9 +23,6 @@ set -eu
 : "${NUM_THREADS:=2}"
 : "${OUTPUT:=runs/refresh}"
 
-# The kind of the head: eagle3, dspark, mtp, ...
-KIND=$(sed -n 's/^  "kind": "\(.*\)",*$/\1/p' "$HEAD/config.json")
-
 step() { printf '\n== %s\n' "$*" >&2; }
 
 measure() {   # HEAD METHOD OUTPUT [--card]
@@ -35,6 +32,11 @@ measure() {   # HEAD METHOD OUTPUT [--card]
         --split "$SPLIT" --limit "$LIMIT" --max-new-tokens "$MAX_NEW_TOKENS" --repeats 1 --temperature 0,1 \
         --output "$output" "$@"
 }
+
+step "The old head, as a head of the changed target"
+draftsmith import "$HEAD" --target "$TARGET" --output "$OUTPUT/old-head"
+# eagle3, dspark, mtp, ...
+KIND=$(sed -n 's/^  "kind": "\(.*\)",*$/\1/p' "$OUTPUT/old-head/config.json")
 
 # A target may ship a drafter of its own, an MTP module, which a new head has to beat.
 step "The MTP module that ships with the target; an error says that it ships none"
@@ -53,12 +55,11 @@ draftsmith data responses --data "$OUTPUT/prompts" --target "$TARGET" --temperat
     --max-new-tokens "$MAX_NEW_TOKENS" --num-threads "$NUM_THREADS" --output "$OUTPUT/responses"
 
 step "The old head on the changed target"
-draftsmith import "$HEAD" --target "$TARGET" --output "$OUTPUT/old-head"
 measure "$OUTPUT/old-head" "$KIND" "$OUTPUT/before"
 
 step "The old head, trained on"
-draftsmith train "$KIND" --config "$CONFIG" --init "$HEAD" --data "$OUTPUT/responses" --target "$TARGET" --lr "$LR" \
-    --epochs "$EPOCHS" --num-threads "$NUM_THREADS" --loggers csv --output "$OUTPUT/head"
+draftsmith train "$KIND" --config "$CONFIG" --init "$OUTPUT/old-head" --data "$OUTPUT/responses" --target "$TARGET" \
+    --lr "$LR" --epochs "$EPOCHS" --num-threads "$NUM_THREADS" --loggers csv --output "$OUTPUT/head"
 measure "$OUTPUT/head/best" "$KIND" "$OUTPUT/after" --card
 
 step "The new head (B) against the old one (A)"

@@ -166,9 +166,10 @@ def trained_for_another(package: Package, source: StateSource, only: bool) -> di
 def bind(config: ImportConfig, target: str) -> Path:
     """Write a head of ours as one of another target of the same shape, such as a fine-tune. No weight is trained.
 
+    A head of this target is copied.
+
     Raises:
-        InputError: no drafting head, a head of this target already, or a target of other sizes or with another
-            tokenizer.
+        InputError: no drafting head, or a target of other sizes or with another tokenizer.
     """
     directory = head_directory(config.directory).resolve()
     config_json = head_config(directory)
@@ -181,11 +182,10 @@ def bind(config: ImportConfig, target: str) -> Path:
     loading |= {"trust_remote_code": config.trust_remote_code, "server": config.server}
     source = state_source(False, target, None, loading)
     identity, before = source.drafter.identity, manifest.get("target") or {}
-    if before and not compare_identity({"model": identity}, {"model": before}):
-        remedy = "It needs no import: pass it with --head."
-        raise InputError("target", target, "another model than the head's", remedy)
-
     recorded = manifest.get("config") or manifest.get("imported") or {}
+    is_new = not before or bool(compare_identity({"model": identity}, {"model": before}))
+    # A head that was bound before says what it was trained for.
+    trained_for = manifest.get("bound") or {"from": recorded.get("target"), "identity": before}
     check_tokenizer(manifest.get("models", {}).get("tokenizer"), recorded.get("target"), source.checkpoint)
     info, settings = source.drafter.lm.info, head_settings(directory, config_json)
     check_sizes("head", config.directory, settings, info.hidden_size, info.vocab_size)
@@ -195,17 +195,24 @@ def bind(config: ImportConfig, target: str) -> Path:
     check_aux_layers(head.aux_layers, info.num_layers)
     check_num_layers(recorded.get("target"), source.checkpoint)
 
-    # Numbers of the training hold for the target that it was trained for.
-    kept = {name: value for name, value in manifest.items() if name not in ("sha256", "metrics", "teacher")}
-    for name in ("config", "imported"):
-        if kept.get(name):
-            kept[name] = {**kept[name], "target": target}
-    models = {"target": identity, **source.checkpoint.tokenizer_identity}
-    kept |= {"target": identity, "models": models, "bound": {"from": recorded.get("target"), "identity": before}}
+    kept = {name: value for name, value in manifest.items() if name != "sha256"}
+    if is_new:
+        # Numbers of the training hold for the target that it was trained for.
+        kept = {name: value for name, value in kept.items() if name not in ("metrics", "teacher")}
+        for name in ("config", "imported"):
+            if kept.get(name):
+                kept[name] = {**kept[name], "target": target}
+        models = {"target": identity, **source.checkpoint.tokenizer_identity}
+        kept |= {"target": identity, "models": models, "bound": trained_for}
+        if trained_for["identity"] and not compare_identity({"model": identity}, {"model": trained_for["identity"]}):
+            del kept["bound"]  # it is back
     card = model_card(kind, {**kept, "head": head_fields(head)})
     save_head(config.output, head, kept, card, original_of(directory))
     print_text(f"{kind} head: {config.output}")
-    print_bound(config, kind)
+    if not is_new:
+        print_text(f"  note: it is a head of {target} already, and copied as it is.")
+    elif "bound" in kept:
+        print_bound(config, kind)
     return config.output
 
 

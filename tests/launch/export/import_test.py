@@ -293,6 +293,17 @@ def test_a_head_of_ours_is_bound_to_a_fine_tune(tmp_path, target, capsys):
         load_head(tmp_path / "bound", load_lm(target))
 
 
+def test_a_head_that_is_bound_twice_says_what_it_was_trained_for(tmp_path, target):
+    head, tuned_once = own_eagle3(target, tmp_path / "head"), tuned(target, tmp_path / "tuned")
+    again = tuned(target, tmp_path / "again")
+    for number, (source, to) in enumerate(((head, tuned_once), ("0", again), ("1", target))):
+        path = str(source if number == 0 else tmp_path / source)
+        assert main(["import", path, "--target", to, "--output", str(tmp_path / str(number))]) == 0
+    manifests = [json.loads((tmp_path / str(number) / "manifest.json").read_text()) for number in range(3)]
+    assert manifests[0]["bound"] == manifests[1]["bound"] == {"from": target, "identity": load_lm(target).info.identity}
+    assert "bound" not in manifests[2]
+
+
 def test_an_export_is_bound_to_a_fine_tune_and_a_diagnosis_of_it_refuses_that_target(tmp_path, target, capsys):
     head, new = own_eagle3(target, tmp_path / "head"), tuned(target, tmp_path / "tuned")
     there = ["export", "--head", str(head), "--format", "vllm", "--output", str(tmp_path / "there")]
@@ -306,11 +317,19 @@ def test_an_export_is_bound_to_a_fine_tune_and_a_diagnosis_of_it_refuses_that_ta
     assert "another model than the head was trained for (lm_head, weights differ)" in capsys.readouterr().err
 
 
-def test_a_head_is_not_bound_to_other_sizes_other_tokens_or_its_own_target(tmp_path, target):
+def test_a_head_of_the_target_is_copied(tmp_path, target, capsys):
+    head = own_eagle3(target, tmp_path / "head")
+    capsys.readouterr()
+    assert main(["import", str(head), "--target", target, "--output", str(tmp_path / "copy")]) == 0
+    assert f"it is a head of {target} already, and copied as it is" in capsys.readouterr().out
+    for name in ("model.safetensors", "config.json", "manifest.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (head / name).read_bytes()
+
+
+def test_a_head_is_not_bound_to_other_sizes_or_other_tokens(tmp_path, target):
     head = str(own_eagle3(target, tmp_path / "head"))
     wide = str(tiny_llama_dir(tmp_path / "wide", hidden=64))
     assert "of width 32, expected width 64" in refusal(head, tmp_path / "out", target=wide)
-    assert "needs no import" in refusal(head, tmp_path / "out", target=target)
     new = Path(tuned(target, tmp_path / "tuned"))
     tokenizer = json.loads((new / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]
