@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from draftsmith.data.settings import (
     FeatureDtype,
@@ -137,7 +138,12 @@ class ServerConfig:
         if {"@", "?", "#"} & set(self.server):
             remedy = "Set the environment variable that --api-key-env names."
             raise InputError("server", "an address with @, ? or #", "no user, password or query", remedy)
-        if not self.server.startswith(("http://", "https://")):
+        try:
+            address = urlsplit(self.server)
+            known = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        except ValueError:  # a port that is none, or half of an IPv6 address
+            known = False
+        if not known:
             raise InputError("server", repr(self.server), "http://HOST:PORT, or https", "Correct it.")
 
 

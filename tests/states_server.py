@@ -39,6 +39,7 @@ class StatesServer(Server):
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.directory, self.writer = directory, SpoolWriter(directory, print)
         self.lock, self.rows = threading.Lock(), list[str]()
+        self.model = "served"  # that its replies are of
 
     def states(self, row: list[int]) -> torch.Tensor:
         known = self.stored.get(row_name(row))
@@ -60,7 +61,7 @@ class StatesServer(Server):
             raise ValueError(f"{len(row)} tokens and {body['max_tokens']} to come, more than {self.max_model_len}")
         self.on_row(row)
         if "kv_transfer_params" not in body:
-            return {"choices": [self.choice(row, body)]}
+            return {"choices": [self.choice(row, body)], "model": self.model}
         if not self.connector:
             return {"choices": []}
         layers = list(self.layers) or [self.lm.info.num_layers + 1]

@@ -69,7 +69,9 @@ class LlamaCppEngine(ServerEngine):
     def read(self, number: int, row: dict[str, Any], reply: Any) -> TargetTurn:
         for wrong, expected in misfits(reply, REPLY):
             raise RowError(f"a reply with {wrong}, expected {expected}")
-        if reply["truncated"] or reply["tokens_evaluated"] != len(row["prompt_ids"]):
+        if reply["truncated"]:
+            raise RowError("a prompt or answer that the server truncated; start it with a larger context")
+        if reply["tokens_evaluated"] != len(row["prompt_ids"]):
             raise RowError(f"{reply['tokens_evaluated']} tokens of the prompt read, expected {len(row['prompt_ids'])}")
         ids = reply["tokens"]
         check_sampled(ids, self.limit(row), self.vocab_size)

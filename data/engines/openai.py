@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.console import Advance
-from draftsmith.data.engines.server import SHOWN_CHARS, Server
+from draftsmith.data.engines.server import SHOWN_CHARS, Server, check_model
 from draftsmith.data.ranks import place
 from draftsmith.data.stages import ServerConfig
 from draftsmith.data.store.rows import Rows
@@ -90,10 +90,8 @@ class ServerEngine:
             found = json.dumps(reply["choices"])[:SHOWN_CHARS]
             raise RowError(f"choices {found}, expected finish_reason stop or length")
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        model, num_prompt, expected_prompt = reply.get("model"), usage.get("prompt_tokens"), len(row["prompt_ids"])
-        if model not in (None, self.model):
-            remedy = "Serve the model of --target, and pass the name by which the server calls it."
-            raise InputError("server_model", f"a reply by {model[:SHOWN_CHARS]!r}", repr(self.model), remedy)
+        check_model(reply, self.model)
+        num_prompt, expected_prompt = usage.get("prompt_tokens"), len(row["prompt_ids"])
         is_other = choice.get("prompt_token_ids") not in (None, row["prompt_ids"])
         if is_other or num_prompt not in (None, expected_prompt):
             found = f"{num_prompt} tokens at the server{', other ones' if is_other else ''}"

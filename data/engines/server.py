@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import functools
 import itertools
 import json
@@ -94,8 +95,9 @@ class Server:
             for chunk in itertools.chain(chunks, [b"\n"]):
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
-                    if line.startswith(b"data: {"):  # OpenAI's protocol ends with [DONE]
-                        event = json.loads(line.removeprefix(b"data: ").decode("utf-8", "replace"))
+                    text = line.removeprefix(b"data:").strip()
+                    if text != line.strip() and text.startswith(b"{"):  # OpenAI's protocol ends with [DONE]
+                        event = json.loads(text.decode("utf-8", "replace"))
                         for found, expected in misfits(event, shape):
                             raise self._error(path, found, f"{expected}, of {self.kind}")
                         yield event
@@ -155,9 +157,7 @@ class Server:
                 if status < 500 and status not in RETRIED_STATUS:
                     return self._parse(path, status, content)
                 problem = f"status {status}: {shown(content)}"
-                # Retry-After may also be a date: then the usual waits apply.
-                after = response.headers.get("retry-after", "")
-                wait_s = max(wait_s, float(after) if after.isdecimal() else 0.0)
+                wait_s = max(wait_s, seconds_of(response.headers.get("retry-after", "")))
 
             now = time.monotonic()
             if now - self._last_note >= NOTE_EVERY_S and not place().rank:
@@ -187,7 +187,7 @@ class Server:
                 return json.loads(content)
         except (ValueError, RecursionError):
             found = f"no JSON, {found}"
-        remedy = "Check the address (it ends with /v1 at most servers), the model and --engine."
+        remedy = "Check the address, the model and --engine."
         raise InputError("server", f"{self.url}/{path}: {found}", "a reply", remedy)
 
     @contextlib.contextmanager
@@ -205,7 +205,7 @@ class Server:
 
         if isinstance(found, httpx.ConnectError):
             remedy = "Start it, or correct the address."
-            return InputError("server", f"nothing that listens at {self.url}", self.kind, remedy)
+            return InputError("server", f"no connection to {self.url} ({found})", self.kind, remedy)
         if isinstance(found, httpx.InvalidURL | UnicodeError):
             return InputError("server", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
         if isinstance(found, Exception):
@@ -236,6 +236,22 @@ def within(seconds: float, most_bytes: int = REPLY_BYTES) -> Callable[[bytes], b
         return part
 
     return count
+
+
+def check_model(reply: Any, asked: str) -> None:
+    """Raise InputError for a reply that says it is by another model than was asked."""
+    model = reply.get("model") if isinstance(reply, dict) else None
+    if model not in (None, asked):
+        remedy = "Serve the model of --target, and pass the name by which the server calls it."
+        raise InputError("server_model", f"a reply by {str(model)[:SHOWN_CHARS]!r}", repr(asked), remedy)
+
+
+def seconds_of(retry_after: str) -> float:
+    """Return how long a server asks to wait: its header Retry-After has seconds or a date; 0 for anything else."""
+    if retry_after.isdecimal():
+        return float(retry_after)
+    date = email.utils.parsedate_tz(retry_after)
+    return 0.0 if date is None else email.utils.mktime_tz(date) - time.time()
 
 
 def shown(content: bytes) -> str:

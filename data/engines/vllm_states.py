@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server
+from draftsmith.data.engines.server import REPLY_BYTES, SHOWN_CHARS, Server, check_model
 from draftsmith.data.ranks import place
 from draftsmith.data.settings import FeatureDtype
 from draftsmith.data.stages import ServerConfig
@@ -169,10 +169,12 @@ class ServedStates(AbstractContextManager["ServedStates"]):
         body = {"model": self.model, "prompt": list(row), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         try:
             # The whole vocabulary at each place, if it is asked for.
-            return log_probs_of(self._run(self._server.ask("v1/completions", body, len(row) * REPLY_BYTES)), row)
+            reply = self._run(self._server.ask("v1/completions", body, len(row) * REPLY_BYTES))
         except RowError as error:
             remedy = f"Serve with --max-logprobs {top}, and a --max-model-len above the longest text."
             raise InputError("server", f"{error} to prompt_logprobs {top}", "log-probabilities", remedy) from error
+        check_model(reply, self.model)
+        return log_probs_of(reply, row)
 
     def ask(self, row: Sequence[int]) -> None:
         """Ask for the states of a row [T], without waiting."""

@@ -117,7 +117,7 @@ def openai_call(call: Any) -> Any:
         return call
     # The first ones that are filled. Servers read no arguments as an object without any.
     written = (parse_json(part.get(key)) for part in (function, call) for key in ARGUMENTS)
-    arguments = next((value for value in written if value not in EMPTY), {})
+    arguments: Any = next((value for value in written if value not in EMPTY), {})
     function, call = ({key: value for key, value in part.items() if key not in ARGUMENTS} for part in (function, call))
     return {**call, "function": {**function, "arguments": arguments}}
 

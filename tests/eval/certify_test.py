@@ -155,6 +155,9 @@ def test_log_probabilities_of_a_server_give_what_the_target_gives(models, tmp_pa
     with StatesServer(lm, (), tmp_path / "states", connector=False, max_logprobs=20) as server:
         served = load_target(models["target"], server.url, dtype="float32", device="cpu")
         found, impossible = decided_tokens(served, prompt, answer, params, 0.5)
+        server.model = "another"
+        with pytest.raises(InputError, match="server_model: found a reply by 'another', expected 'served'"):
+            decided_tokens(served, [*prompt, 8], answer, params, 0.5)
     assert len(found.token) == len(expected.token) == 4 and not impossible
     # All are asked for where the likeliest do not suffice.
     assert ("20 are asked for" in capsys.readouterr().err) == (cut == {} or "top_k" in cut)

@@ -297,7 +297,7 @@ def test_states_of_another_layer_beside_a_proved_last_one_are_refused(artifacts,
 
 
 def test_no_server_is_one_line(artifacts, tmp_path):
-    with pytest.raises(InputError, match=r"server: found nothing that listens at http://127.0.0.1:9, expected a vLLM"):
+    with pytest.raises(InputError, match=r"server: found no connection to http://127.0.0.1:9 \(.*\), expected a vLLM"):
         run(config(artifacts, tmp_path, data=artifacts.responses, server="http://127.0.0.1:9"))
 
 
