@@ -12,7 +12,7 @@ import torch
 from worlds import GREEDY, in_rows, small_models
 
 from draftsmith.modules.decoding.loop import DecodeOptions, generate_one
-from draftsmith.modules.drafters import feature_heads, hydra
+from draftsmith.modules.drafters import feature_heads
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.engine import graphs, rows
 from draftsmith.modules.engine.graphs import Graphed
@@ -48,7 +48,7 @@ def captured(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(graphs, "records", lambda tensor: True)
     monkeypatch.setattr(Graphed, "_capture", capture)
-    for module in (llama, feature_heads, hydra):
+    for module in (llama, feature_heads):
         monkeypatch.setattr(module, "cached_rows", cached_rows)
     return shapes
 
