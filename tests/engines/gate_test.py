@@ -91,7 +91,7 @@ def test_wrong_layers_of_a_block_drafter_are_named(gate, tmp_path: Path):
 @pytest.mark.parametrize(
     ("export", "edit", "words"),
     [
-        ("window", {"layer_types": ["full_attention"]}, "no window in place of 12 tokens"),
+        ("window", {"layer_types": ["full_attention"] * 2}, "no window in place of 12 tokens"),
         ("window", {"sliding_window": 11}, "a window of 11 tokens in place of 12"),
         ("dflash-window", {"layer_types": ["full_attention"]}, "no window in place of 12 tokens"),
     ],
