@@ -122,10 +122,10 @@ def test_the_record_of_a_command_that_finds_itself_finished_is_kept(writer, tmp_
 
 
 def test_a_changed_file_of_a_training_is_refused(writer, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(COMMANDS, "train eagle3", Command("writer:WriterConfig", "writer", "Writer"))
-    assert main(["train", "eagle3", *words(tmp_path)]) == 0
+    monkeypatch.setitem(COMMANDS, "train writer", Command("writer:WriterConfig", "writer", "Writer"))
+    assert main(["train", "writer", *words(tmp_path)]) == 0
     (tmp_path / "out" / "deep" / "b").write_text("c")
-    assert main(["train", "eagle3", *words(tmp_path)]) == 2 and writer.calls == 1
+    assert main(["train", "writer", *words(tmp_path)]) == 2 and writer.calls == 1
     assert "deep/b, changed since it was written" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.method_names import known_methods
 
 METHODS = ",".join([
     *STEADY_METHODS, "specdec++:h=0.4:calibrated=on", "cost:c=0.2", "online:c=0.2:max=5", "online:c=0.1:drafter=eagle",
-    "confidence:t=0.5:drafter=eagle", "self-verify:k=4:drafter=eagle", "dspark-confidence:k=4:t=0.3",
+    "confidence:t=0.5:drafter=eagle", "self-verify:k=4:drafter=eagle",
 ])  # fmt: skip
 
 
