@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,10 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text import conversations, template
 from draftsmith.data.text.conversations import TEXT_ONLY, Chat, OpenTurns
 from draftsmith.data.text.lengths import cut_to, length_name
-from draftsmith.data.text.masks import answered_ids, check_mask, supervised_ids
+from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
-from draftsmith.data.text.template import RowError, TemplateInputs
+from draftsmith.data.text.template import Messages, RowError, TemplateInputs
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.identity import template_hash
 from draftsmith.modules.pretrained.reading import read_object
@@ -266,7 +267,7 @@ class RowEncoder:
         for number, turn in enumerate(asked):
             turn_id = f"{row_id}/turn-{turn.turn}" if number else row_id
             try:
-                encoded = self.encode_turn(chat, turn, inputs)
+                encoded, used = self.encode_turn(chat, turn, inputs)
             except RowError as error:
                 # Later turns contain the same message, so they fail too.
                 if not rows or not may_drop(error, config):
@@ -279,8 +280,10 @@ class RowEncoder:
             if alone and encoded["input_ids"][: len(prompt)] != prompt:
                 counts["prompt_not_shown"] += 1
             counts["later_turns"] += len(turn.later)
+            counts["turns_not_asked"] += turn.not_asked
         counts[SPLIT] += len(rows) - 1
         counts.update(f"{name}_ignored" for name in chat.ignored)
+        counts.update(f"{name}_not_shown" for name in template.not_shown(self.tokenizer, used, inputs))
         return rows, counts
 
     def of_lengths(self, row_id: str, chat: Chat, inputs: TemplateInputs) -> list[dict[str, Any]]:
@@ -299,13 +302,13 @@ class RowEncoder:
             raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=NOT_CUT)
         return rows
 
-    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> dict[str, Any]:
-        """Tokenize what is asked in one turn; return the prompt's fields.
+    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:
+        """Tokenize what is asked in one turn; return the prompt's fields and the messages that they were made from.
 
         Raises:
             RowError: the template refuses it, it is too long, or has nothing to learn from.
         """
-        tokenizer = self.tokenizer
+        tokenizer, used = self.tokenizer, turn.opening
         prompt = template.render(tokenizer, turn.opening, inputs, add_generation_prompt=True)
         template.check_length(tokenizer, prompt, self.context)
         encoded = prompt_fields(turn, template.encode(tokenizer, prompt), inputs)
@@ -315,19 +318,31 @@ class RowEncoder:
             # What follows the last answer has nothing to learn from.
             alone = self.config.turns != "all"
             recorded = chat.messages[: len(turn.opening) + 1] if alone else chat.messages
-            answered = conversations.up_to_last("assistant", recorded)
-            conversations.check_answers(answered)
-            template.check_length(tokenizer, template.render(tokenizer, answered, inputs), self.context)
+            used = conversations.up_to_last("assistant", recorded)
+            conversations.check_answers(used)
+            template.check_length(tokenizer, template.render(tokenizer, used, inputs), self.context)
             if alone:
-                ids, mask = answered_ids(tokenizer, answered, inputs, self.ends)
+                ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
             else:
-                ids, mask = supervised_ids(tokenizer, answered, inputs, chat.not_learned, self.ends)
+                ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
             encoded |= {"input_ids": ids, "loss_mask": mask}
             length = len(ids)
+            if alone and (written := continued_thought(prompt, used[-1])):
+                # All of this answer is shown, but a thought beside another one in its text.
+                thought = used[-1].get("reasoning_content", "").strip()
+                beside = {"role": "assistant", "content": template.PLACEHOLDER, "reasoning_content": thought}
+                used = [*turn.opening, beside] if thought not in written else turn.opening
+        elif turn.later:
+            # Messages between the later answers may not be printed either; a template that refuses one does so later.
+            answer = {"role": "assistant", "content": template.PLACEHOLDER}
+            whole = [*turn.opening, *(message for said in turn.later for message in (answer, *said))]
+            with suppress(RowError):
+                template.render(tokenizer, whole, inputs)
+                used = whole
         if self.context is not None and length > self.context:
             found = f"{length} tokens (one for an answer included), more than {self.context}"
             raise RowError(found, template.TOO_LONG_REMEDY, "overlong")
-        return encoded
+        return encoded, used
 
 
 def prompt_fields(turn: OpenTurns, prompt: list[int], inputs: TemplateInputs) -> dict[str, Any]:

@@ -16,6 +16,14 @@ ANSWER_ROLES = ("assistant", "gpt")
 CONTENT = ("content", "value", "text", "system_prompt")
 # Names of a call's arguments: OpenAI's, LangChain's, Llama 3's, Anthropic's.
 ARGUMENTS = ("arguments", "args", "parameters", "input")
+# Parts of a turn, and the keys of each that are read.
+PARTS = {
+    "text": {"type", "text"},
+    "thinking": {"type", "thinking"},
+    "redacted_thinking": {"type", "data"},
+    "tool_use": {"type", "id", "name", "input"},
+    "tool_result": {"type", "tool_use_id", "content"},
+}
 
 
 def parse_json(value: Any) -> Any:
@@ -28,8 +36,9 @@ def parse_json(value: Any) -> Any:
     return value
 
 
-def openai_turns(turns: Sequence[Any]) -> list[Any]:
-    """Return turns as OpenAI writes them.
+def openai_turns(turns: Sequence[Any]) -> tuple[list[Any], set[str]]:
+    """Return turns as OpenAI writes them, and the names of fields of their parts and calls that say something and are
+    not read.
 
     Results of tools become turns in front of the text beside them, and calls a part of the text in front of them.
 
@@ -37,6 +46,7 @@ def openai_turns(turns: Sequence[Any]) -> list[Any]:
         RowError: a turn of calls without calls, or a thought without text.
     """
     read: list[Any] = []
+    ignored: set[str] = set()
     for turn in turns:
         if not isinstance(turn, Mapping):
             read.append(turn)
@@ -56,15 +66,21 @@ def openai_turns(turns: Sequence[Any]) -> list[Any]:
         elif call := fields.pop("function_call", None):
             fields["tool_calls"] = [call]
         if isinstance(content, list):
+            ignored |= unread_keys(content)
             content, results, more = split_parts(content)
-            fields |= {key: value for key, value in more.items() if fields.get(key) in EMPTY}
+            for key, value in more.items():
+                if fields.get(key) in EMPTY:
+                    fields[key] = value
+                elif value and functions(fields[key]) != functions(value):
+                    ignored.add(key)
             read += results
             if results and not content:
                 continue
         if isinstance(made := fields.get("tool_calls"), list):
-            fields["tool_calls"] = [openai_call(call) for call in made]
+            fields["tool_calls"] = calls = [openai_call(call) for call in made]
+            ignored = ignored.union(*map(unread_call_keys, calls))
         read.append({**fields, "role": role, "content": content})
-    return read
+    return read, ignored
 
 
 def split_parts(parts: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]], dict[str, Any]]:
@@ -82,6 +98,14 @@ def split_parts(parts: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]], 
         elif kind != "redacted_thinking":
             kept.append(part)
     return kept, results, {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
+
+
+def unread_keys(parts: Sequence[Any]) -> set[str]:
+    """Return the keys of parts that say something and are not read: is_error, signature, cache_control."""
+    known = [part for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS]
+    unread = {key for part in known for key in part.keys() - PARTS[part["type"]] if part[key] not in (*EMPTY, False)}
+    unread |= {part["type"] for part in known} & {"redacted_thinking"}
+    return unread.union(*(unread_keys(part["content"]) for part in known if isinstance(part.get("content"), list)))
 
 
 def thought(value: Any) -> str:
@@ -115,11 +139,31 @@ def openai_call(call: Any) -> Any:
         raise RowError(f"a call of a tool has the function {function!r:.60}, expected an object")
     if function is None:
         return call
-    # The first ones that are filled. Servers read no arguments as an object without any.
-    written = (parse_json(part.get(key)) for part in (function, call) for key in ARGUMENTS)
-    arguments: Any = next((value for value in written if value not in EMPTY), {})
-    function, call = ({key: value for key, value in part.items() if key not in ARGUMENTS} for part in (function, call))
+    parts = [
+        {key: parse_json(value) if key in ARGUMENTS else value for key, value in part.items()}
+        for part in (function, call)
+    ]
+    given = [part[key] for part in parts for key in ARGUMENTS if part.get(key) not in EMPTY]
+    # Servers read no arguments as an object without any. Other ones stay where they are, and are counted.
+    arguments = given[0] if given else {}
+    read = (*EMPTY, arguments)
+    function, call = (
+        {key: value for key, value in part.items() if key not in ARGUMENTS or value not in read} for part in parts
+    )
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def functions(value: Any) -> Any:
+    """Return what each of a list of calls calls, however it is written; anything else as it is."""
+    return [openai_call(call).get("function") for call in value] if isinstance(value, list) else value
+
+
+def unread_call_keys(call: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a call in OpenAI's wrapper that say something and are not read: namespace, index."""
+    function = call.get("function") or {}
+    return {key for key in call.keys() - {"id", "type", "function"} if call[key] not in EMPTY} | {
+        key for key in function.keys() - {"name", "arguments"} if function[key] not in EMPTY
+    }
 
 
 def openai_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

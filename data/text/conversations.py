@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.data.stages import Turns
@@ -81,12 +81,13 @@ class OpenTurns:
     """Turns of a chat that the target answers.
 
     opening: waits for the first answer. later: messages that follow each answer, up to where the next one begins. turn:
-    of the first answer among the chat's, from 1.
+    of the first answer among the chat's, from 1. not_asked: number of turns that it does not answer.
     """
 
     opening: Messages
     later: tuple[Messages, ...] = ()
     turn: int = 1
+    not_asked: int = 0
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -175,12 +176,14 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
     inputs = {name: value for name, value in inputs.items() if value}
     later: tuple[Any, ...] = ()
     spoken: list[Any] = []
+    ignored: set[str] = set()
     if shape == "turns":
         first, *others = _listed(row.get(column), column)
         messages, later = [{"role": "user", "content": _filled(first, "the first turn")}], tuple(others)
     elif shape == "messages":
         # A system turn without text is common, and means none.
-        turns = [_with_text(turn, between) for turn in openai_turns(_listed(parse_json(row.get(column)), column))]
+        turns, ignored = openai_turns(_listed(parse_json(row.get(column)), column))
+        turns = [_with_text(turn, between) for turn in turns]
         spoken = [turn for turn in turns if not (_role(turn) == "system" and turn.get("content") in (None, ""))]
         messages = [_message(turn) for turn in spoken]
         if all(message["role"] == "user" for message in messages):
@@ -193,7 +196,7 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
         messages += _prompt(row, mapping, shape, column)
 
     not_learned = [i for i, turn in enumerate(spoken) if _role(turn) == "assistant" and _weight(turn) == 0]
-    ignored = {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
+    ignored |= {key for turn in spoken for key, value in turn.items() if key not in READ_KEYS and value not in EMPTY}
     thoughts = ((key, turn.get(key), _thought(turn)) for turn in spoken for key in REASONING)
     ignored |= {key for key, value, read in thoughts if not _blank(value) and value != read}
     # A weight is all or nothing.
@@ -202,12 +205,12 @@ def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str =
     ignored |= beside.keys() | ({"history"} & readable.keys())
     # The chat's own system message is nearer to it than a column.
     if system is not None:
-        (first_turn,) = openai_turns([{"role": "system", "content": system}])
+        (first_turn,), unread = openai_turns([{"role": "system", "content": system}])
         opening = _message(_with_text(first_turn, between))
         if messages and messages[0]["role"] == "system":
             ignored |= {"system"} if opening != messages[0] else set()
         else:
-            messages = [opening, *messages]
+            messages, ignored = [opening, *messages], ignored | unread
             not_learned = [i + 1 for i in not_learned]
     # A name goes into the counts of the stage.
     names = frozenset(name if name.isidentifier() else "fields" for name in ignored)
@@ -249,7 +252,9 @@ def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
     if turns in ("each", "last") or (turns == "all" and tools):
         asked = recorded_turns(chat.messages)
         check_answers(asked[-1].opening)
-        return asked[-1:] if turns == "last" else asked
+        begin = len(asked) - 1 if turns == "last" else 0
+        asked[-1] = replace(asked[-1], not_asked=begin + len(later))
+        return asked[begin:]
 
     # Collect what is said between the assistant's turns, each stretch up to where the assistant speaks.
     stretches: list[Messages] = []
@@ -261,8 +266,8 @@ def open_turns(chat: Chat, turns: Turns) -> list[OpenTurns]:
             stretches.append(stretch)
             stretch = []
     stretches += later
-    first, *others = stretches
-    return [OpenTurns(first, () if turns == "first" else tuple(others))]
+    first, others = stretches[0], stretches[1:]
+    return [OpenTurns(first, not_asked=len(others)) if turns == "first" else OpenTurns(first, tuple(others))]
 
 
 def recorded_turns(messages: Messages) -> list[OpenTurns]:

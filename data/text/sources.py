@@ -308,15 +308,16 @@ def _number_lines(rows: Any) -> Any:
 
 
 def _open_data_set(name: str, split: str | None, subset: str | None) -> RowSource:
-    """Open a `datasets` directory or hub id."""
+    """Open a `datasets` directory or hub id, at a revision as `owner/name@revision`."""
     import datasets
 
     path = Path(name)
+    hub_id, _, revision = name.partition("@") if not path.exists() else (name, "", "")
     with loading(name):
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             splits = datasets.load_from_disk(str(path.resolve()))
         else:
-            splits = datasets.load_dataset(name, subset)
+            splits = datasets.load_dataset(hub_id, subset, revision=revision or None)
             # Of a folder it reads the kind of file that is most frequent.
             kind = next(iter(splits.values())).info.builder_name
             others = [file for file in path.rglob("*") if KINDS.get(file.suffix.lower(), kind) != kind]

@@ -195,6 +195,59 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def not_shown(tokenizer: Any, messages: Messages, inputs: TemplateInputs) -> set[str]:
+    """Return what could be left out, and the text be the same: fields beside role and content, tools, and messages but
+    the user's, or a part of one between tags, such as a thought."""
+    template = tokenizer.get_chat_template(tools=inputs.get("tools"))
+    names = {"chat_template_kwargs"} if any(name not in template for name in inputs.get("variables", ())) else set()
+    text = render(tokenizer, messages, inputs)
+
+    def is_same(messages: Messages, inputs: TemplateInputs) -> bool:
+        # A template that refuses less than this reads it.
+        with contextlib.suppress(RowError):
+            return render(tokenizer, messages, inputs) == text
+        return False
+
+    # Sessions are long: marks in all messages tell by one rendering which parts may be dropped.
+    marked, parts = list(map(dict, messages)), list[tuple[int, str, int]]()
+    for i, message in enumerate(messages):
+        for name in message.keys() - {"role"}:
+            values = split_field(message, name)
+            for j in range(0, len(values), 2 if name == "content" else 1):
+                if name != "content" or (message["role"] != "user" and values[j].strip()):
+                    mark = f"mark{len(parts):05d}"
+                    values[j] = marked_call(values[j], mark) if name == "tool_calls" else mark
+                    parts.append((i, name, j))
+            marked[i] |= join_field(name, values)
+    shown = ""
+    with contextlib.suppress(RowError):
+        shown = render(tokenizer, marked, inputs)
+    for number, (i, name, j) in enumerate(parts):
+        label = f"{messages[i]['role']}_message" if name == "content" else name
+        if label not in names and f"mark{number:05d}" not in shown:
+            values = split_field(messages[i], name)
+            other = {key: value for key, value in messages[i].items() if key != name}
+            other |= join_field(name, [*values[:j], *values[j + 1 :]])
+            names |= {label} if is_same([*messages[:i], other, *messages[i + 1 :]], inputs) else set()
+    if "tools" in inputs and is_same(messages, {**inputs, "tools": None}):
+        names.add("tools")
+    return names
+
+
+def split_field(message: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the parts of a message's field: calls of tools, texts with the tags between them, or the value."""
+    if name == "content":
+        return re.split(f"({MARKUP.pattern})", message[name])
+    return list(message[name]) if name == "tool_calls" else [message[name]]
+
+
+def join_field(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Return the field of these parts; none without a part, but a text."""
+    if name == "content":
+        return {name: "".join(parts)}
+    return {name: parts if name == "tool_calls" else parts[0]} if parts else {}
+
+
 def marked_call(call: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
     """Return a call whose arguments, or the only one if it has none, are a mark."""
     if not isinstance(function := call.get("function"), Mapping):

@@ -152,6 +152,18 @@ def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path, monkeypatch, 
     assert re.search(r"folder: 2 files are not read, such as (b\.jsonl|c\.csv)\. Name", capsys.readouterr().err)
 
 
+def test_a_data_set_of_the_hub_is_read_at_its_revision(monkeypatch):
+    asked = []
+
+    def load(*args, **options):
+        asked.append((args, options))
+        return datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(open_source("owner/chats@v1.0", subset="main")) == len(ROWS) == len(open_source("owner/chats"))
+    assert asked == [(("owner/chats", "main"), {"revision": "v1.0"}), (("owner/chats", None), {"revision": None})]
+
+
 def test_a_line_keeps_its_number_in_a_slice(tmp_path):
     path = str(write_source(tmp_path / "x.jsonl", ROWS))
     assert open_source(path, "train[2:]").where(0) == f"{path}, line 5"

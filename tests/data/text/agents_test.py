@@ -158,7 +158,8 @@ def test_every_turn_of_a_session_is_asked_as_transformers_renders_it(family, tar
                 messages[:place], tools=TOOLS, add_generation_prompt=True, tokenize=True, return_dict=True
             )
             assert row["prompt_ids"] == expected["input_ids"]
-        assert not [name for name in counts if name.endswith("_ignored")]
+        ignored = {"signature_ignored": 1} if form is anthropic_row else {}
+        assert {name: value for name, value in counts.items() if name.endswith("_ignored")} == ignored
 
 
 def chatml_calls(*pairs: tuple[str, str]) -> str:
@@ -362,30 +363,38 @@ OSLO, ROME = {"city": "Oslo"}, {"city": "Rome"}
 
 
 @pytest.mark.parametrize(
-    "written",
+    ("written", "ignored"),
     [
-        {"function": NAMED, "arguments": json.dumps(OSLO)},
-        {"function": {**NAMED, "arguments": ""}, "args": OSLO},
-        {**NAMED, "arguments": OSLO, "args": ROME},
-        {"function": {**NAMED, "arguments": OSLO}, "arguments": ROME},
-        {"function": {**NAMED, "parameters": OSLO, "input": ROME}, "index": 1},
+        ({"function": NAMED, "arguments": json.dumps(OSLO)}, set()),
+        ({"function": {**NAMED, "arguments": ""}, "args": OSLO}, set()),
+        ({**NAMED, "arguments": OSLO, "args": json.dumps(OSLO)}, set()),
+        ({**NAMED, "arguments": OSLO, "args": ROME}, {"args"}),
+        ({"function": {**NAMED, "arguments": OSLO}, "arguments": ROME}, {"arguments"}),
+        ({"function": {**NAMED, "parameters": OSLO, "input": ROME}, "index": 1}, {"input", "index"}),
     ],
 )
-def test_arguments_are_read_wherever_they_stand(written):
+def test_arguments_are_read_wherever_they_stand_and_others_counted(written, ignored):
     turns = [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [written]}]
-    (read,) = read_chat({"messages": turns}, {}).messages[1]["tool_calls"]
-    assert read["function"] == {"name": "sky", "arguments": OSLO}
+    chat = read_chat({"messages": turns}, {})
+    (read,) = chat.messages[1]["tool_calls"]
+    assert (read["function"]["name"], read["function"]["arguments"], chat.ignored) == ("sky", OSLO, ignored)
     with pytest.raises(RowError, match="a call of a tool has the function 'sky', expected an object"):
         openai_turns([{**turns[1], "tool_calls": [{"function": "sky"}]}])
 
 
 def test_of_two_fields_that_say_something_else_one_is_counted():
+    use = {"type": "tool_use", "id": "a", "name": "sky", "input": OSLO}
+    langchain = {"id": "a", "type": "tool_call", "name": "sky", "args": OSLO}
     thinking = {"type": "thinking", "thinking": "hm"}
     for fields, ignored in (
         ({"reasoning_content": "hm", "thinking": "hm", "reasoning": " "}, set()),
         ({"reasoning_content": "hm", "thinking": "so"}, {"thinking"}),
         ({"reasoning_content": {"text": "hm"}, "reasoning": "so"}, {"reasoning_content"}),
+        ({"content": [thinking], "reasoning_content": "hm"}, set()),
+        ({"content": [thinking], "reasoning_content": "so"}, {"reasoning_content"}),
         ({"content": [thinking], "reasoning": "so"}, {"reasoning"}),
+        ({"content": [use], "tool_calls": [langchain]}, set()),
+        ({"content": [use], "tool_calls": [{**langchain, "args": ROME}]}, {"tool_calls"}),
         ({"content": "A", "value": "B"}, {"value"}),
         ({"content": "A", "weight": 1, "train": False}, {"train"}),
     ):
@@ -393,7 +402,7 @@ def test_of_two_fields_that_say_something_else_one_is_counted():
         assert read_chat({"messages": [CALLED[0], turn]}, {}).ignored == ignored, fields
 
 
-def test_blocks_become_turns_and_a_picture_among_them_is_refused():
+def test_what_a_block_says_beside_its_text_is_counted_and_a_picture_is_refused():
     result = {
         "type": "tool_result",
         "tool_use_id": "a",
@@ -410,6 +419,7 @@ def test_blocks_become_turns_and_a_picture_among_them_is_refused():
     assert chat.messages[2:] == [
         {"role": "tool", "content": "no\nway", "tool_call_id": "a"}, {"role": "user", "content": "Again."}
     ]  # fmt: skip
+    assert chat.ignored == {"is_error", "cache_control", "redacted_thinking"}
     result["content"] += [{"type": "image", "source": {}}]
     with pytest.raises(RowError, match="text with image, expected text alone"):
         read_chat(row, {})

@@ -82,7 +82,7 @@ def test_tools_and_calls_reach_the_template_and_the_mask(make, case, table):
     rows = [{"messages": said, "tools": tools}, {"messages": [CALLED[0], other, *CALLED[2:]], "tools": None}]
     if case == "JSON text":
         rows = rows[:1]
-    (first, *others), _ = make(rows, table=table, supervised=True)
+    (first, *others), counts = make(rows, table=table, supervised=True)
     assert text_of(first) == rendered(CHATML, CALLED, tools=[TOOL])
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
     assert learned(first) == f"I look.\n{call}No.<|im_end|>"
@@ -91,6 +91,10 @@ def test_tools_and_calls_reach_the_template_and_the_mask(make, case, table):
             learned(others[0])
             == call.replace("weather", "clock").replace('city": "Oslo', 'zone": "CET') + "No.<|im_end|>"
         )
+    # This template does not show the ids of calls.
+    assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
+        "tool_call_id_not_shown": len(rows)
+    }
 
 
 ANSWER = chat((USER, "Q"), (ASSISTANT, "A"))
@@ -159,16 +163,23 @@ def test_an_answer_that_is_not_to_be_learned_is_context(make, key, value):
     assert len(dropped) == 1 and counts["invalid_dropped"] == 1
 
 
-def test_what_is_not_read_is_counted_by_its_name(make):
+def test_what_is_not_read_or_not_shown_is_counted_by_its_name(make):
+    """The template lists the tools and prints no calls: the name of a function in the text says nothing about them."""
+    template = CHATML.replace("{%- elif m.tool_calls %}", "{%- elif false %}")
     thought = {**ANSWER[1], "reasoning": "hm", "thinking": [1], "markdown": "x", "weight": 0.5, "empty": None}
     rows = [
         {"messages": [ANSWER[0], thought]},
-        {"messages": NAMED, "system": "Other.", "history": "none", "tools": "?"},
+        {"messages": NAMED, "system": "Other.", "history": "none", "tools": "?", "chat_template_kwargs": {"mood": 1}},
         {"messages": CALLED, "tools": [TOOL]},
     ]
-    _, counts = make(rows, supervised=True)
-    ignored = ("thinking", "markdown", "weight", "system", "history", "tools")
-    assert {name for name in counts if name.endswith("_ignored")} == {f"{name}_ignored" for name in ignored}
+    _, counts = make(rows, template, supervised=True)
+    assert {name: value for name, value in counts.items() if name.endswith(("_ignored", "_not_shown"))} == {
+        "reasoning_content_not_shown": 1, "thinking_ignored": 1, "markdown_ignored": 1, "weight_ignored": 1,
+        "system_ignored": 1, "history_ignored": 1, "tools_ignored": 1, "chat_template_kwargs_not_shown": 1,
+        "tool_calls_not_shown": 1, "tool_call_id_not_shown": 1,
+    }  # fmt: skip
+    without_tools = CHATML.replace("{%- if tools %}", "{%- if false %}")
+    assert make(rows[2:], without_tools, turns="last")[1]["tools_not_shown"] == 1
 
 
 def test_answers_may_be_empty_where_they_are_not_read(make):
@@ -210,6 +221,44 @@ def test_a_blank_thought_hides_no_filled_one(blank):
         assert found.messages[1]["reasoning_content"] == "hm" and not found.ignored
 
 
+FIRST = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') or (loop.first and m.role == 'system') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+def test_messages_that_the_template_drops_are_counted(make):
+    """A template that reads a system message at the first place only, and no results of tools."""
+    shown = {"messages": NAMED}
+    developer = {"messages": [{"role": "developer", "content": "Also."}, *NAMED]}
+    middle = {"messages": [*ANSWER, *NAMED]}
+    result = {"messages": [ANSWER[0], {"role": "tool", "content": "2"}, ANSWER[1]]}
+    for turns in ("all", "each"):
+        counted = [
+            {name: n for name, n in make([row], FIRST, supervised=True, turns=turns)[1].items()
+             if name.endswith("_message_not_shown")}
+            for row in (shown, developer, middle, result)
+        ]  # fmt: skip
+        assert counted == [{}, *[{"system_message_not_shown": 1}] * 2, {"tool_message_not_shown": 1}], turns
+
+
+def test_messages_between_later_answers_that_the_template_drops_are_counted(make):
+    (row,), counts = make([{"messages": [*ANSWER, *NAMED]}], FIRST)
+    assert json.loads(row["later"]) == [NAMED[:2]] and counts["system_message_not_shown"] == 1
+    # A template that refuses such a message does so when the turn is asked.
+    refuses = FIRST.replace("{% if", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% if", 1)
+    assert make([{"messages": [*ANSWER, *NAMED]}], refuses)[1]["later_turns"] == 1
+
+
+def test_thoughts_in_an_answers_text_are_counted_where_the_template_drops_them(make):
+    said = chat((USER, "Q"), (ASSISTANT, "<think>hm</think>A"), (USER, "Q"), (ASSISTANT, "<think>1</think>A1"))
+    for turns, supervised in (("all", True), ("last", False)):
+        _, counts = make([{"messages": said}], R1, turns=turns, supervised=supervised)
+        assert counts["assistant_message_not_shown"] == 1
+        _, counts = make([{"messages": said}], turns=turns, supervised=supervised)
+        assert "assistant_message_not_shown" not in counts
+
+
 THOUGHTLESS = "m.content.split('</think>')[-1]"
 
 
@@ -221,9 +270,10 @@ THOUGHTLESS = "m.content.split('</think>')[-1]"
 def test_a_thought_continues_the_prompt_that_opens_it(make, template, written):
     """As the model wrote it behind the prompt that a server makes; with the tag that the prompt has, or without."""
     messages = chat((USER, "Q"), (ASSISTANT, written))
-    (row,), _ = make([{"messages": messages}], template, supervised=True, turns="each")
+    (row,), counts = make([{"messages": messages}], template, supervised=True, turns="each")
     assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
     assert learned(row) == written.removeprefix("<think>\n") + "<|eos|>"
+    assert "assistant_message_not_shown" not in counts
 
 
 def test_a_thought_of_its_own_field_continues_the_prompt_too(make):
@@ -231,8 +281,12 @@ def test_a_thought_of_its_own_field_continues_the_prompt_too(make):
     thought = {"role": ASSISTANT, "content": "A", "reasoning_content": "hm"}
     (row,), counts = make([{"messages": [{"role": USER, "content": "Q"}, thought]}], **settings)
     assert text_of(row) == "<|User|>Q<|Assistant|><think>\n" + learned(row)
-    assert learned(row) == "hm\n</think>\n\nA<|eos|>" and not counts.get("prompt_not_shown")
-    # Of an answer behind another prompt than the server's, a count tells.
+    assert learned(row) == "hm\n</think>\n\nA<|eos|>" and not {name for name in counts if "not_shown" in name}
+    # Of a second thought, and of an answer behind another prompt than the server's, counts tell.
+    said = chat((USER, "Q"), (ASSISTANT, "<think>\nhm\n</think>\n\nA"))
+    for other, count in (("hm", {}), ("so", {"reasoning_content_not_shown": 1})):
+        _, counts = make([{"messages": [said[0], {**said[1], "reasoning_content": other}]}], **settings)
+        assert {name: value for name, value in counts.items() if value and "not_shown" in name} == count
     (row,), counts = make([{"messages": chat((USER, "Q"), (ASSISTANT, "A"))}], **settings)
     assert text_of(row) == "<|User|>Q<|Assistant|>A<|eos|>" and counts["prompt_not_shown"] == 1
 

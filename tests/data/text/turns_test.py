@@ -51,42 +51,43 @@ from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.pretrained.provenance import file_sha256
 from draftsmith.modules.types import InputError, SamplingParams
 
-# A conversation, the setting, what is asked first, and what follows each answer.
+# A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.
 ASKED = [
-    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "all", "a", ["c"]),
-    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "first", "a", []),
-    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "last", "abc", []),
-    (chat((SYSTEM, "s"), (USER, "a"), (ASSISTANT, "b"), (SYSTEM, "t"), (USER, "c")), "all", "sa", ["tc"]),
-    (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "all", "a", ["b"]),
-    (chat((USER, "a"), (SYSTEM, "s")), "all", "a", []),
+    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "all", "a", ["c"], 0),
+    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "first", "a", [], 1),
+    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "last", "abc", [], 1),
+    (chat((SYSTEM, "s"), (USER, "a"), (ASSISTANT, "b"), (SYSTEM, "t"), (USER, "c")), "all", "sa", ["tc"], 0),
+    (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "all", "a", ["b"], 0),
+    (chat((USER, "a"), (SYSTEM, "s")), "all", "a", [], 0),
 ]
 
 
-@pytest.mark.parametrize(("messages", "turns", "opening", "later"), ASKED)
-def test_every_user_turn_is_asked_and_the_recorded_answers_are_left_out(messages, turns, opening, later):
+@pytest.mark.parametrize(("messages", "turns", "opening", "later", "not_asked"), ASKED)
+def test_every_user_turn_is_asked_and_the_recorded_answers_are_left_out(messages, turns, opening, later, not_asked):
     (found,) = open_turns(Chat(messages), turns)
     said = ["".join(message["content"] for message in part) for part in (found.opening, *found.later)]
-    assert (said[0], said[1:]) == (opening, later)
+    assert (said[0], said[1:], found.not_asked) == (opening, later, not_asked)
 
 
 # Without results of tools, every answer is recorded; with them, the target's own call has none that fits it.
 LOOP = chat((USER, "a"), (ASSISTANT, "b"), (TOOL, "t"), (TOOL, "u"), (ASSISTANT, "c"), (SYSTEM, "s"), (USER, "d"))
 BY_ITSELF = [
-    (LOOP, "all", ["a", "abtu", "abtucsd"], [1, 2, 3]),
-    (LOOP, "last", ["abtucsd"], [3]),
-    (LOOP[:5], "last", ["abtu"], [2]),
-    (LOOP[:3], "last", ["abt"], [2]),
-    (LOOP[:5], "first", ["a"], [1]),
-    (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "each", ["xab"], [2]),
-    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "each", ["a", "abc"], [1, 2]),
+    (LOOP, "all", ["a", "abtu", "abtucsd"], [1, 2, 3], 0),
+    (LOOP, "last", ["abtucsd"], [3], 2),
+    (LOOP[:5], "last", ["abtu"], [2], 1),
+    (LOOP[:3], "last", ["abt"], [2], 1),
+    (LOOP[:5], "first", ["a"], [1], 0),
+    (chat((ASSISTANT, "x"), (USER, "a"), (USER, "b"), (ASSISTANT, "c")), "each", ["xab"], [2], 0),
+    (chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d")), "each", ["a", "abc"], [1, 2], 0),
 ]
 
 
-@pytest.mark.parametrize(("messages", "turns", "openings", "numbers"), BY_ITSELF)
-def test_a_turn_behind_recorded_ones_is_asked_by_itself(messages, turns, openings, numbers):
+@pytest.mark.parametrize(("messages", "turns", "openings", "numbers", "not_asked"), BY_ITSELF)
+def test_a_turn_behind_recorded_ones_is_asked_by_itself(messages, turns, openings, numbers, not_asked):
     found = open_turns(Chat(messages), turns)
     assert ["".join(message["content"] for message in turn.opening) for turn in found] == openings
     assert [turn.turn for turn in found] == numbers and not any(turn.later for turn in found)
+    assert sum(turn.not_asked for turn in found) == not_asked
 
 
 def test_rows_of_one_session_are_one_conversation(talks, tmp_path):
@@ -103,8 +104,7 @@ def test_rows_of_one_session_are_one_conversation(talks, tmp_path):
 def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
     three = read_chat({"turns": ["a", "b", "c"]}, {})
     assert [part[0]["content"] for part in open_turns(three, "all")[0].later] == ["b", "c"]
-    (last,) = open_turns(three, "last")  # only the first turn has no unanswered one before it
-    assert (last.opening, last.later) == (chat((USER, "a")), ())
+    assert open_turns(three, "last")[0].not_asked == 2  # only the first turn has no unanswered one before it
     with pytest.raises(RowError, match="a later turn has no text"):
         open_turns(read_chat({"turns": ["a", " "]}, {}), "all")
     with pytest.raises(RowError, match="no user turn"):
@@ -112,11 +112,13 @@ def test_turns_of_fastchat_are_all_asked_and_an_empty_one_is_the_rows_fault():
 
 
 def test_prompts_hold_the_later_turns_and_count_them(asked, talks, tmp_path):
-    assert counts_of(asked)["later_turns"] == 6
+    assert counts_of(asked)["later_turns"] == 6 and counts_of(asked)["turns_not_asked"] == 0
     row = rows_of(asked)[2]
     assert [message["role"] for said in json.loads(row["later"]) for message in said] == [USER, USER]
-    for turns in ("first", "last"):
-        assert counts_of(make_prompts(talks, tmp_path / turns, turns=turns))["later_turns"] == 0
+    for turns, left in (("first", 6), ("last", 6)):
+        directory = make_prompts(talks, tmp_path / turns, turns=turns)
+        counts = counts_of(directory)
+        assert (counts["later_turns"], counts["turns_not_asked"]) == (0, left)
     last = json.loads(rows_of(tmp_path / "last")[2]["messages"])
     assert last == conversation(2)[:-1]  # the recorded answers are the context
 
