@@ -9,8 +9,8 @@ import torch
 
 from draftsmith.benchmarks.embedded.language_model import TokenRow
 from draftsmith.data.engines.own import RowUniforms, generate_all
-from draftsmith.data.labels import MixedTextLabels
 from draftsmith.modules.along import Answer, along_model, read
+from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -26,6 +26,14 @@ def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: floa
     return generate_all(lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: RowUniforms("card", seed, row))
 
 
+@torch.inference_mode()
+def overlap(target: CausalLM, draft: CausalLM, ids: Sequence[int], begin: int, params: SamplingParams) -> float:
+    """Return the sum over an answer's tokens of the expected acceptance of a draft there, sum_v min(p, q)."""
+    text = torch.tensor([ids])
+    p, q = (probabilities(lm.lm_head(lm.features(text)[0, begin - 1 : -1]), params) for lm in (target, draft))
+    return float(torch.minimum(p, q).sum())
+
+
 def score_pair(
     target: CausalLM, draft: CausalLM, questions: Sequence[tuple[str, TokenRow]], seed: int
 ) -> list[dict[str, float | str]]:
@@ -38,13 +46,10 @@ def score_pair(
     drafter, ends = along_model(K, draft, "draft"), set(target.info.eos_ids)
     for temperature, kind in ((0.0, "greedy"), (1.0, "sampled")):
         params, answers = SamplingParams(temperature), answers_to(target, prompts, temperature, seed)
-        labeler = MixedTextLabels(target, draft, params, 1, 1024, seed)
         for row, (_, question), answer in zip(rows, questions, answers, strict=True):
             begin = question.answer_start
             ids = [*question.ids[:begin], *answer]
-            mask = [place >= begin for place in range(len(ids))]
-            labels = labeler.label([ids], [mask], torch.zeros(len(answer), dtype=torch.float64))
-            row |= {f"{kind}_tokens": len(answer), f"{kind}_overlap": float(labels["overlap"].sum())}
+            row |= {f"{kind}_tokens": len(answer), f"{kind}_overlap": overlap(target, draft, ids, begin, params)}
             if params.greedy:
                 ngrams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
                 row |= {"ngrams": len(ngrams), "distinct": len(set(ngrams))}

@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 
-from draftsmith.eval.engines.schedule import ranges, sglang_config
+from draftsmith.eval.engines.served import ranges, sglang_config
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import RAGGED, sglang_command
 

@@ -25,7 +25,7 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from draftsmith.eval.engines.schedule import ranges, vllm_config
+from draftsmith.eval.engines.served import ranges, vllm_config
 from draftsmith.modules.formats.base import Served
 from draftsmith.modules.formats.commands import DRAWN, vllm_command
 from draftsmith.modules.formats.mtp import MtpFormat

@@ -228,7 +228,7 @@ def test_labels_of_every_position(broken, params):
     # A text is read at once, and what attention masks it multiplies by zero: its first label is none already.
     assert (error.model, error.row, error.position) == (broken, 2, STARTS[2])
     labels = MixedTextLabels(small_lm(1), small_lm(2), params, 2, 4, 0).label(TEXTS, MASKS, uniforms(count))
-    assert labels["overlap"].isfinite().all() and len(labels["draft_ids"]) == count
+    assert labels["accept_prob"].isfinite().all() and len(labels["draft_ids"]) == count
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=str)

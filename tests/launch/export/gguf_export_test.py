@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_whole_models_are_converted_by_llama_cpp(head, target, tmp_path):
         export(ExportConfig(format="llamacpp", head=Path(target), target=target, output=tmp_path / "there"))
     assert export(ExportConfig(format="llamacpp", head=head, target=target, output=tmp_path / "there")) == 0
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f(x):"}))
-    asked = {"data": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8}
+    asked = {"data": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8, "engine_path": Path(sys.executable)}
     with pytest.raises(InputError, match=r"target: found .*expected its GGUF file.*convert_hf_to_gguf.py"):
         check(CheckConfig(directory=tmp_path / "there", target=target, engine="llamacpp", **asked))
 
