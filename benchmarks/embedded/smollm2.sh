@@ -6,7 +6,7 @@
 # TARGET, CONFIG, ENGINE, OWN, MINUTES change what is below, to try it in a minute.
 set -e
 out=$1 chats=$2 articles=$3
-target=${TARGET:-smollm2} config=${CONFIG:-smollm2-135m-eagle3} engine=${ENGINE:-vllm} minutes=${MINUTES:-26 44}
+target=${TARGET:-smollm2} config=${CONFIG:-smollm2-135m-eagle3} engine=${ENGINE:-own} minutes=${MINUTES:-26 44}
 
 draftsmith() { python -m draftsmith "$@"; }
 responses() { draftsmith data responses --target "$target" --engine "$engine" --dtype bfloat16 "$@"; }

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import httpx
 import pytest
 import torch
 from exported import command, documented
-from gguf_models import write_gguf_model
 from torch import Tensor
+
+# Shared with the tests that need no engine.
+sys.path.append(str(Path(__file__).parents[1]))
+from gguf_models import write_gguf_model
 
 from draftsmith.data.engines.process import running
 from draftsmith.data.prompts import PromptsConfig
