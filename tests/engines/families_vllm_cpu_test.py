@@ -70,7 +70,7 @@ def states_server(target: Path, layers: Sequence[int], dtype: str = "float32") -
 def test_states_are_those_of_transformers_and_a_wrong_gain_is_refused(name: str, tmp_path: Path, monkeypatch):
     model = save_twin(name, tmp_path / "target")
     outer = load_outer(str(tmp_path / "target"))
-    with states_server(tmp_path / "target", READ[:-1]) as source:
+    with states_server(tmp_path / "target", READ[:-1], "bfloat16" if name in BF16 else "float32") as source:
         proof = prove_teacher(source, outer, [ROW])
         distances = compare(source, model)
         FIGURES.append(f"{name}: {proof}; states off by {', '.join(f'{own:.2%}' for own in distances)}")
