@@ -375,12 +375,15 @@ def show(config: TrainDrafterConfig, target: Checkpoint) -> None:
     plan = plan_of(config, target)
     documents, tokens, flops = plan.documents, sum(plan.documents.lengths), plan.step_flops
     per_step = tokens / plan.steps_per_epoch
+    compute = "FLOPs that cannot be counted beforehand"
+    if flops is not None:
+        compute = f"{short(flops)}FLOPs a step, {short(flops * plan.steps)}FLOPs in all"
     parts = [f"{name} {short(size)}B" for name, size in plan.memory.items() if size and name != "peak"]
     facts = {
         "parameters": f"{short(plan.trained).strip()} trained, {short(plan.frozen).strip()} frozen",
         "data": f"{documents.source}: {len(documents.lengths):,} training samples, {tokens:,} tokens",
         "steps": f"{plan.steps:,} steps of {per_step:,.0f} tokens, {plan.steps / plan.steps_per_epoch:.3g} epochs",
-        "compute": flops and f"{short(flops)}FLOPs a step, {short(flops * plan.steps)}FLOPs in all",
+        "compute": compute,
         "largest part": f"{plan.part_tokens:,} tokens at once, on {plan.world} ranks in {config.accumulate} parts",
         "memory of a rank": f"{short(plan.peak)}B with {plan.strategy}: {', '.join(parts)}",
         "checkpoints": f"{short(plan.checkpoint_bytes)}B each; at most {short(plan.disk_bytes)}B with best/ and last/",

@@ -205,6 +205,8 @@ class Server:
 
         if isinstance(found, httpx.ConnectError):
             remedy = "Start it, or correct the address."
+            if "CERTIFICATE" in str(found):
+                remedy = "Trust its certificate: name its file in the environment variable SSL_CERT_FILE."
             return InputError("server", f"no connection to {self.url} ({found})", self.kind, remedy)
         if isinstance(found, httpx.InvalidURL | UnicodeError):
             return InputError("server", f"{self.url} ({found})", "http://HOST:PORT, or https", "Correct it.")
