@@ -1,7 +1,7 @@
 """A finished command, repeated, says so and does nothing: a script of commands continues where it was interrupted.
 
 `finished.json` records the command that wrote an output, its options, hashes of its inputs and of the files that it
-wrote, and what it printed. It is written last: an output without one is not finished.
+wrote, and what it printed. It is written last, so an output without this file is not finished.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a training logs, and where to: metrics.csv always, and Weights & Biases by Lightning's logger; and the cost of
-its steps."""
+"""Logs of a training: metrics.csv, Weights & Biases by Lightning's logger, and the cost of the steps."""
 
 from __future__ import annotations
 

@@ -204,7 +204,8 @@ def measure(target: CausalLM, rows: Rows, variants: Sequence[HeadVariant] = (), 
             if not len(starts):
                 continue
             drafted = text.open(branches, len(ids), variant.layers).draft(starts.tolist(), depths[number])
-            judged = kept_greedily(drafted.tokens.cpu(), starts, text)  # [2, S, K]: accepted, and compared
+            # Which drafted tokens are accepted, and which are compared: [2, S, K].
+            judged = kept_greedily(drafted.tokens.cpu(), starts, text)
             counts[number].append(judged.sum(-1).clamp_max(COMPARED))
             if number == 0:
                 per_text.append(len(starts))

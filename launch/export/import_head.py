@@ -184,7 +184,7 @@ def bind(config: ImportConfig, target: str) -> Path:
     identity, before = source.drafter.identity, manifest.get("target") or {}
     recorded = manifest.get("config") or manifest.get("imported") or {}
     is_new = not before or bool(compare_identity({"model": identity}, {"model": before}))
-    # A head that was bound before says what it was trained for.
+    # The manifest of a head that was bound before names the target that it was trained for.
     trained_for = manifest.get("bound") or {"from": recorded.get("target"), "identity": before}
     check_tokenizer(manifest.get("models", {}).get("tokenizer"), recorded.get("target"), source.checkpoint)
     info, settings = source.drafter.lm.info, head_settings(directory, config_json)

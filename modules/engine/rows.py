@@ -298,6 +298,7 @@ class ManyRows:
         return skipped
 
     def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        # Only drafts along a text read masks, in a single row of any shape.
         raise NotImplementedError("several rows, and one of fixed shapes, read no masks")
 
     def _alone(

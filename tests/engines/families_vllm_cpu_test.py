@@ -56,7 +56,7 @@ def compare(source: ServedStates, model: torch.nn.Module) -> list[float]:
 @contextmanager
 def states_server(target: Path, layers: Sequence[int], dtype: str = "float32") -> Iterator[ServedStates]:
     """A server of these layers' states, and its client."""
-    # A twin has no tokenizer, by which a server writes what it answers.
+    # vLLM needs a tokenizer to decode its answers, and the twins have none.
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (target / name).exists():
             shutil.copy(Checkpoint("embedded:target").directory / name, target)

@@ -85,7 +85,7 @@ def stakes_of(tokens: DecidedTokens) -> torch.Tensor:
 
 
 def drafted_at(rounds: Sequence[Round], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What was drawn and what was chosen at each token that rounds emitted: distributions and children [N, V]."""
+    """Return the draft's distribution and the chosen children at each emitted token, [N, V] each."""
     draft = torch.zeros(sum(len(done.tokens) for done in rounds), vocab_size, dtype=torch.float64)
     children, row = torch.zeros_like(draft, dtype=torch.bool), 1  # the prefill's token is not drafted
     for tree, verdict, tokens in ((done.tree, done.verdict, done.tokens) for done in rounds[1:]):

@@ -1,4 +1,4 @@
-"""How a run ends and what is said of it: exit codes and warnings."""
+"""Exit codes and warnings at the end of a training."""
 
 from __future__ import annotations
 
