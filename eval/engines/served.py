@@ -132,8 +132,7 @@ def servers(config: ServedConfig, prompts: Sequence[BenchPrompt]) -> Iterator[Ma
         yield {Setting(None): LlamaCppClient(config.server, *answer)}
     elif config.server is not None:
         client = VllmClient(config.server, config.target, *answer, metrics=config.engine == "vllm")
-        drafts = client.counts().drafts
-        yield {Setting(len(drafts) - 1 if drafts else None): client}
+        yield {Setting(len(client.counts().by_place) or None): client}
     else:
         longest = max(len(prompt.prompt_ids) for prompt in prompts) + config.max_new_tokens + 2
         yield from (llamacpp_servers if config.engine == "llamacpp" else vllm_servers)(config, longest)

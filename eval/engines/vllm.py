@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import re
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.engines.openai import ServerEngine
@@ -20,6 +18,7 @@ from draftsmith.data.stages import ServerConfig
 from draftsmith.data.text.template import RowError
 from draftsmith.data.text.turns import AnswerSettings
 from draftsmith.eval.engines.chain import Counts, EngineAnswer
+from draftsmith.eval.watch.counters import EngineCounts, read_pages
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -29,15 +28,10 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise its threads wait for cores that others use
 }
-COUNTER = re.compile(
-    r"^vllm:(spec_decode_num_drafts_total|spec_decode_num_accepted_tokens_per_pos_total|request_success_total)"
-    r"\{(.*)\} (\S+)$"
-)
 EVENT = {
     "usage?": ({"completion_tokens?": (int, None)}, None),
     "choices?": ([{"token_ids?": ([int], None)}], None),
 }
-POSITION = re.compile(r'position="(\d+)"')
 COUNTED_S = 10.0  # a request's counts appear shortly after its answer
 
 
@@ -70,22 +64,6 @@ def server_words(
     return [str(python), "-m", module, "--model", target, *options, "--no-enable-prefix-caching"]
 
 
-@dataclass(frozen=True)
-class ServerCounts:
-    """Counts of a server since its start.
-
-    drafts: empty without a drafter. finished: answers.
-    """
-
-    drafts: Counts
-    finished: int
-
-    def since(self, before: ServerCounts) -> Counts:
-        """Return the counts of the drafts between two times."""
-        pairs = itertools.zip_longest(before.drafts, self.drafts, fillvalue=0)
-        return tuple(after - earlier for earlier, after in pairs)
-
-
 class VllmClient:
     """Client of a running vLLM server, which counts drafts of all requests together.
 
@@ -116,35 +94,17 @@ class VllmClient:
         Raises:
             InputError: the server counts no drafts, as without a drafter.
         """
-        drafts = self.counts().drafts
-        if not drafts:
+        places = self.counts().by_place
+        if not places:
             found = f"{self.url}/metrics without vllm:spec_decode_num_accepted_tokens_per_pos"
             remedy = "Start it with --speculative-config, and without --disable-log-stats."
             raise InputError("server", found, "a vLLM server that drafts", remedy)
-        return len(drafts) - 1
+        return len(places)
 
-    def counts(self) -> ServerCounts:
-        """Return the counts of the server so far."""
-        drafts, finished, places = 0, 0, dict[int, int]()
-        if not self._metrics:
-            return ServerCounts((), 0)
-        for line in self._server.page("metrics").decode("utf-8", "replace").splitlines():
-            match = COUNTER.match(line)
-            if match is None:
-                continue
-            name, position = match[1], POSITION.search(match[2])
-            try:
-                value, place = int(float(match[3])), None if position is None else int(position[1])
-            except (ValueError, OverflowError) as error:  # NaN, infinity or a word
-                raise InputError("server", f"{self.url}/metrics: {line[:SHOWN_CHARS]}", "counts", READ_LOG) from error
-            if name == "request_success_total":
-                finished += value
-            elif place is not None:
-                places[place] = places.get(place, 0) + value
-            else:
-                drafts += value
-        by_place = (count for _, count in sorted(places.items()))
-        return ServerCounts((drafts, *by_place) if places else (), finished)
+    def counts(self) -> EngineCounts:
+        """Return the counts of the server so far: none of a server without metrics."""
+        text = self._server.page("metrics").decode("utf-8", "replace") if self._metrics else ""
+        return next((page.total for page in read_pages(text)), EngineCounts())
 
     def answer(self, number: int, prompt: Sequence[int]) -> EngineAnswer:
         """Ask for the answer to a prompt, and count its drafts.
@@ -161,20 +121,20 @@ class VllmClient:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
 
         after = self._counted(before, 1)
-        if after.finished != before.finished + 1:
-            found = f"{after.finished - before.finished} requests counted where one was sent"
+        if (finished := _finished(before, after)) != 1:
+            found = f"{finished} requests counted where one was sent"
             raise InputError("server", found, "a server that nobody else asks", "Ask again when it is idle.")
-        return EngineAnswer(tuple(turn.tokens), after.since(before))
+        return EngineAnswer(tuple(turn.tokens), _since(before, after))
 
-    def counts_since(self, before: ServerCounts, answers: Sequence[EngineAnswer], whole: int) -> Counts:
+    def counts_since(self, before: EngineCounts, answers: Sequence[EngineAnswer], whole: int) -> Counts:
         """Return the counts of answers that came since `before`, once the server has counted the `whole` ones."""
-        return self._counted(before, whole).since(before) if self._metrics else ()
+        return _since(before, self._counted(before, whole)) if self._metrics else ()
 
-    def _counted(self, before: ServerCounts, num_answers: int) -> ServerCounts:
+    def _counted(self, before: EngineCounts, num_answers: int) -> EngineCounts:
         """Wait until the server has counted so many more answers, and return its counts."""
         until = time.monotonic() + COUNTED_S
         after = self.counts()
-        while after.finished < before.finished + num_answers and time.monotonic() < until:
+        while _finished(before, after) < num_answers and time.monotonic() < until:
             time.sleep(0.02)
             after = self.counts()
         return after
@@ -209,3 +169,13 @@ class VllmClient:
         body = {"model": self._model, "messages": [{"role": "user", "content": text}]}
         tokens: list[int] = self._server.json("tokenize", {"tokens": [int]}, body)["tokens"]
         return tokens
+
+
+def _finished(before: EngineCounts, after: EngineCounts) -> int:
+    return (after.finished or 0) - (before.finished or 0)
+
+
+def _since(before: EngineCounts, after: EngineCounts) -> Counts:
+    """Return the counts of the drafts between two times; empty without a drafter."""
+    pairs = itertools.zip_longest(before.by_place, after.by_place, fillvalue=0)
+    return ((after.drafts or 0) - (before.drafts or 0), *(two - one for one, two in pairs)) if after.by_place else ()

@@ -43,7 +43,8 @@ def client() -> Iterator[Callable[[dict[str, Any]], VllmClient]]:
 
 def ask(client: VllmClient) -> tuple[Any, ...]:
     counts = client.counts()
-    return client.version, client.length, client.num_drafted, counts.drafts, counts.finished, client.templated("Hi")
+    by_place = counts.drafts, *counts.by_place
+    return client.version, client.length, client.num_drafted, by_place, counts.finished, client.templated("Hi")
 
 
 def test_a_good_server_is_read(client):
