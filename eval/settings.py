@@ -18,7 +18,7 @@ from draftsmith.data.settings import (
     comma_numbers,
     volatile,
 )
-from draftsmith.data.stages import Turns
+from draftsmith.data.stages import Turns, number_of_tokens
 from draftsmith.modules.drafters import MODEL
 from draftsmith.modules.types import InputError, SamplingParams, check_range, check_ranges
 
@@ -306,6 +306,8 @@ class ServedConfig(PromptChoice):
         data: Prompts, as for `eval bench`.
         limit: The first so many prompts of each file; 0 takes all.
         concurrency: Numbers of requests at once, separated by commas; no more than there are prompts.
+        contexts: Measure prompts by their length, one class at a time: classes begin at these numbers of tokens,
+            separated by commas, such as 1k,4k (1k is 1,024). Each has as many prompts as there are requests at once.
         num_drafted: Draft lengths (--spec-draft-n-max, num_speculative_tokens), separated by commas; 0, the plain
             server, is always measured. Default: 0,1,3,5.
         p_min: llama.cpp's thresholds to measure with each (--spec-draft-p-min): a draft ends before a token of less
@@ -317,7 +319,7 @@ class ServedConfig(PromptChoice):
         engine_path: llama-server, or the Python of an environment with vLLM. Default: that of `make engines` in this
             directory, or llama-server on the PATH, or this Python.
         output: Directory that receives results.json, and of vLLM vllm-schedule.json and sglang-schedule.json, the best
-            draft length by requests at once in the form that these servers read.
+            draft length by requests at once in the form that these servers read; with --contexts also for each alone.
         again: Measure a finished run anew.
     """
 
@@ -328,6 +330,7 @@ class ServedConfig(PromptChoice):
     data: str
     limit: int = 8
     concurrency: str = "1"
+    contexts: str | None = None
     num_drafted: str | None = None
     p_min: str = "0"
     repeats: int = 1
@@ -340,6 +343,8 @@ class ServedConfig(PromptChoice):
 
     def __post_init__(self) -> None:
         check_ranges(self, max_new_tokens=1, num_threads=1, repeats=1, limit=0, temperature=0.0)
+        if self.edges:
+            check_range("contexts", self.edges[0], 1)
         for name, numbers, least in (("num_drafted", self.lengths, 0), ("concurrency", self.loads, 1)):
             if not all(least <= number <= MOST_REQUESTS for number in numbers):
                 raise InputError(name, getattr(self, name), f"numbers from {least} to {MOST_REQUESTS:,}", "Correct it.")
@@ -355,6 +360,10 @@ class ServedConfig(PromptChoice):
     @property
     def loads(self) -> list[int]:
         return sorted(comma_numbers("concurrency", self.concurrency, int))
+
+    @property
+    def edges(self) -> list[int]:
+        return sorted(comma_numbers("contexts", self.contexts, number_of_tokens)) if self.contexts else []
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""`draftsmith eval served`: a drafter in a server, by requests at once and draft length, beside plain decoding.
+"""`draftsmith eval served`: a drafter in a server, by requests at once, context and draft length, beside no drafter.
 
 One request's answer is timed from its first token to its last, and tokens per second are those of all requests
 together while they generate: requests at once x tokens / seconds. The reading of the prompt is in the time to the first
@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import shlex
 import statistics
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from draftsmith.data.console import (
 from draftsmith.data.engines.llamacpp import server_binary
 from draftsmith.data.engines.process import running
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.lengths import length_name
 from draftsmith.eval.bench.prompts import BenchPrompt, read_questions, task_sources
 from draftsmith.eval.bench.results import Resamples
 from draftsmith.eval.bench.tables import places_table
@@ -55,7 +57,6 @@ from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.gguf import is_gguf_model
 from draftsmith.modules.types import InputError
 
-SCHEDULES = {"vllm": "vllm-schedule.json", "sglang": "sglang-schedule.json"}
 Client = LlamaCppClient | VllmClient
 KRange = tuple[int, int, int]  # first and last number of requests at once, and K
 
@@ -69,20 +70,72 @@ class Setting:
 
 
 PLAIN = Setting(0)
+ALL = "all"  # contexts together
+NO_CONTEXT = "No server drafts by context (vllm#54801 is open). Long prompts can have a server of their own."
 
 
 @dataclass
 class Measured:
     """Answers of one setting at one load.
 
-    answers: of the prompts in their order, once a repeat. counted: of each group, with those that did not count.
+    answers: of the prompts in their order, once a repeat. groups: of each answer, the number of the first prompt of
+    those that began together. counted: of each group, with those that did not count.
     """
 
     answers: list[EngineAnswer] = dataclasses.field(default_factory=list)
+    groups: list[int] = dataclasses.field(default_factory=list)
     counted: list[Counted] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each answer behind its first, which comes from reading the prompt."""
+        return [one.num_tokens - 1 for one in self.answers]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [one.generation_s for one in self.answers]
 
 
 Cells = dict[tuple[Setting, int], Measured]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Prompts of a class of lengths (`below 1k`, `from 1k` up to the next class, or `all`), and their measurements."""
+
+    name: str
+    prompts: Sequence[BenchPrompt]
+    cells: Cells = dataclasses.field(default_factory=dict)
+
+
+def contexts_of(prompts: Sequence[BenchPrompt], edges: Sequence[int], most: int) -> list[Context]:
+    """Divide prompts by their tokens into classes that begin at `edges`. most: requests at once.
+
+    Raises:
+        InputError: fewer prompts of a class than requests at once, unless there are none below the first edge.
+    """
+    contexts = []
+    for low, high in itertools.pairwise((0, *edges, sys.maxsize)):
+        own = [prompt for prompt in prompts if low <= len(prompt.prompt_ids) < high]
+        name = f"from {length_name(low)}" if low else f"below {length_name(edges[0])}" if edges else ALL
+        if own or low or not edges:
+            contexts.append(Context(name, own))
+        if contexts and most > len(own):
+            found = f"{most} requests at once of {len(own)} prompts" + (f" {name} tokens" if edges else "")
+            raise InputError("concurrency", found, "as many prompts or more", "Raise --limit, or pass more prompts.")
+    return contexts if len(contexts) > 1 else [Context(ALL, prompts)]
+
+
+def together(contexts: Sequence[Context]) -> Context:
+    """Return all contexts as one, in which each counts as its prompts do."""
+    whole = Context(ALL, [prompt for context in contexts for prompt in context.prompts])
+    for context in contexts:
+        for key, cell in context.cells.items():
+            joined = whole.cells.setdefault(key, Measured())
+            joined.answers += cell.answers
+            joined.groups += cell.groups
+            joined.counted += cell.counted
+    return whole
 
 
 @sole_writer()
@@ -95,13 +148,15 @@ def run(config: ServedConfig) -> int:
     sources = task_sources(config.data)
     files = read_questions(sources, Checkpoint(config.target), config.split, config.tasks, config.limit, "first")
     prompts = [prompt for file in files for prompt in file]
-    if config.loads[-1] > len(prompts):
-        found = f"{config.loads[-1]} requests at once of {len(prompts)} prompts"
-        raise InputError("concurrency", found, "as many prompts or more", "Raise --limit, or pass more prompts.")
-    cells: Cells = {}
+    contexts = contexts_of(prompts, config.edges, config.loads[-1])
     for settings in servers(config, prompts):
-        measure(config, prompts, settings, cells)
-    rows = [summary(setting, load, cells, prompts, config.temperature) for setting, load in cells]
+        measure(config, contexts, settings)
+    contexts += [together(contexts)] if len(contexts) > 1 else []
+    rows = [
+        {"context": context.name, **summary(setting, load, context.cells, context.prompts, config.temperature)}
+        for context in contexts
+        for setting, load in context.cells
+    ]
     rows.sort(key=lambda row: row["requests"])
     drafting = [row for row in rows if row["num_drafted"] and "speedup" in row]
     if drafting and not any(row["accepted_by_place"] for row in drafting):
@@ -116,8 +171,12 @@ def run(config: ServedConfig) -> int:
     write_json(config.output / RESULTS, json_values(results))
     for table in tables:
         print_table(table)
-    for load in config.loads if drafting else ():
-        print_text(advice([row for row in drafting if row["requests"] == load], len(config.loads) > 1))
+    for context, load in itertools.product(contexts, config.loads if drafting else ()):
+        at = f"Context: {context.name}. " if len(contexts) > 1 else ""
+        at += f"Requests at once: {load}. " if len(config.loads) > 1 else ""
+        print_text(advice([row for row in drafting if (row["context"], row["requests"]) == (context.name, load)], at))
+    if drafting and len(contexts) > 1:
+        print_text("\n".join([NO_CONTEXT, *(cost_of_sharing(contexts, load) for load in config.loads)]))
     log_note(f"Written to {config.output}: {', '.join([RESULTS, *schedules])}")
     return 0
 
@@ -183,25 +242,25 @@ def vllm_servers(config: ServedConfig, longest: int) -> Iterator[Mapping[Setting
 # -- measurement
 
 
-def measure(
-    config: ServedConfig, prompts: Sequence[BenchPrompt], clients: Mapping[Setting, Client], cells: Cells
-) -> None:
+def measure(config: ServedConfig, contexts: Sequence[Context], clients: Mapping[Setting, Client]) -> None:
     """Ask servers that run at the same time all prompts at every load, in turn."""
     settings = list(clients)
     for each in clients.values():
-        ask(each, prompts[:1], 1)  # a first answer pays for what is made once
+        ask(each, contexts[0].prompts[:1], 1)  # a first answer pays for what is made once
     for repeat in range(config.repeats):
-        for load in config.loads:
+        for load, context in itertools.product(config.loads, contexts):
+            prompts = context.prompts
             # Settings take turns at every group, so that a machine that slows down slows all alike.
             for number, start in enumerate(range(0, len(prompts), load)):
                 group = prompts[start : start + load]  # begin together
                 for setting in rotated(settings, repeat + number):
-                    cell = cells.setdefault((setting, load), Measured())
+                    cell = context.cells.setdefault((setting, load), Measured())
                     client: Any = clients[setting]
                     before = client.counts()
                     answers, others = ask(client, group, load)
                     everything = [*answers, *others]
                     cell.answers += answers
+                    cell.groups += [group[0].number] * len(group)
                     cell.counted.append(Counted.of(everything, client.counts_since(before, everything, len(answers))))
             log_note(f"answered {len(prompts)} prompts, {load} at once ({repeat + 1} of {config.repeats})")
 
@@ -245,9 +304,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the row of one setting at one load. Speed-up is over the plain server at this load, paired by prompt."""
     cell, plain = cells[setting, load], cells.get((PLAIN, load))
-    answers = cell.answers
-    # The first token of an answer comes from reading the prompt.
-    tokens, seconds = [one.num_tokens - 1 for one in answers], [one.generation_s for one in answers]
+    answers, tokens, seconds = cell.answers, cell.tokens, cell.seconds
     if 0 in (sum(seconds), sum(tokens)):
         raise InputError("data", "answers of one token each", "longer ones, to time", "Choose other prompts.")
     # A server that counts nothing may draft all the same.
@@ -256,6 +313,7 @@ def summary(
         "requests": load,
         "num_drafted": setting.num_drafted,
         "p_min": setting.p_min,
+        "prompt_tokens": statistics.fmean(len(prompt.prompt_ids) for prompt in prompts),
         "tokens_per_s": load * sum(tokens) / sum(seconds),
         "first_token_s": statistics.median(one.first_s for one in answers),
         "tau": tau_of(cell.counted) if known else None,
@@ -263,26 +321,30 @@ def summary(
     }
     if plain is None:
         return row
-    base_tokens, base_s = ([one.num_tokens - 1 for one in plain.answers], [one.generation_s for one in plain.answers])
-    # Prompts that were timed together are drawn together.
-    resamples = Resamples([number % len(prompts) // load for number in range(len(answers))], seed=0)
-    interval = resamples.interval(
-        resamples.sums(tokens) / resamples.sums(seconds) * resamples.sums(base_s) / resamples.sums(base_tokens)
-    )
+    speedup, interval = faster(cell, plain)
     differing = sum(one.tokens != other.tokens for one, other in zip(answers, plain.answers, strict=True))
     return {
         **row,
-        "speedup": sum(tokens) / sum(seconds) * sum(base_s) / sum(base_tokens),
+        "speedup": speedup,
         "speedup_ci95": None if setting == PLAIN else interval,
         "num_differing": None if temperature else differing,
     }
+
+
+def faster(cell: Measured, base: Measured) -> tuple[float, list[float] | None]:
+    """Return the speed of a setting over that of another on the same prompts, with its 95 % interval."""
+    # Prompts that were timed together are drawn together.
+    resamples = Resamples(cell.groups, seed=0)
+    own, other = (resamples.sums(one.tokens) / resamples.sums(one.seconds) for one in (cell, base))
+    ratio = sum(cell.tokens) / sum(cell.seconds) * sum(base.seconds) / sum(base.tokens)
+    return ratio, resamples.interval(own / other)
 
 
 # -- tables, advice, schedules
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """Return the name of a row's setting."""
+    """Return the name of the setting of a row, or of a setting's fields."""
     if not row["num_drafted"]:
         return "plain" if row["num_drafted"] == 0 else "as served"
     return f"K={row['num_drafted']}" + (f", p-min={row['p_min']:g}" if row["p_min"] else "")
@@ -292,6 +354,7 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return the table of all settings at all loads."""
     columns = [
         Column("requests", "at once", "d"),
+        *([Column("context", "context")] if len({row["context"] for row in rows}) > 1 else []),
         Column("setting", "drafts"),
         Column("tokens_per_s", "tokens/s", ",.1f"),
     ]
@@ -317,16 +380,33 @@ def load_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 def drafts_table(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return the table of acceptance by place at the smallest load, if drafts were counted."""
     rows = [row for row in rows if row["accepted_by_place"] and row["requests"] == rows[0]["requests"]]
-    named = [{**row, "drafts": label_of(row)} for row in rows]
+    several = len({row["context"] for row in rows}) > 1
+    named = [{**row, "drafts": label_of(row) + f", {row['context']}" * several} for row in rows]
     note = "Share of the rounds with a draft whose first n tokens were accepted."
     return [places_table(named, "served-places", "Accepted by place in the draft", note, "drafts")] if rows else []
 
 
-def advice(rows: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """Say which setting to serve with at one load, if its interval excludes a slow-down. rows: those that draft."""
+def fastest(context: Context, load: int) -> Setting:
+    """Return the setting with the fewest seconds a token at one load."""
+    cells = {setting: cell for (setting, requests), cell in context.cells.items() if requests == load}
+    return min(cells, key=lambda setting: sum(cells[setting].seconds) / sum(cells[setting].tokens))
+
+
+def cost_of_sharing(contexts: Sequence[Context], load: int) -> str:
+    """Say what the best setting for all contexts, the last, costs each of the others at one load."""
+    costs, shared = list[str](), fastest(contexts[-1], load)
+    for context in contexts[:-1]:
+        own = fastest(context, load)
+        ratio, interval = faster(context.cells[own, load], context.cells[shared, load])
+        gain = f"{label_of(vars(own))} is {ratio:.2f}x as fast ({format_interval(interval)})"
+        costs.append(f"{context.name}: " + ("nothing" if own == shared else gain))
+    return f"Lost with {label_of(vars(shared))} for all contexts, requests at once: {load}. {'; '.join(costs)}."
+
+
+def advice(rows: Sequence[Mapping[str, Any]], at: str) -> str:
+    """Say which setting to serve with, if its interval excludes a slow-down. rows: that draft. at: begins the text."""
     best = max(rows, key=lambda row: row["speedup"])
     low = (best["speedup_ci95"] or [0.0])[0]
-    at = f"Requests at once: {best['requests']}. " if several else ""
     if low > 1:
         return f"{at}Serve with {label_of(best)}: {best['speedup']:.2f}x the plain server."
     if best["speedup"] > 1:
@@ -337,33 +417,53 @@ def advice(rows: Sequence[Mapping[str, Any]], several: bool) -> str:
 
 
 def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the best draft length by requests at once, as vLLM and SGLang read it. Return the files' content."""
-    seconds: dict[int, dict[int, float]] = {}
-    for row in rows:
-        seconds.setdefault(row["num_drafted"], {})[row["requests"]] = row["requests"] / row["tokens_per_s"]
-    # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
-    drafting = {k: curve for k, curve in seconds.items() if k}
-    content = {
-        SCHEDULES["vllm"]: vllm_config(ranges(best_lengths(drafting))),
-        SCHEDULES["sglang"]: sglang_config(ranges(best_lengths(seconds))),
-    }
+    """Write the best draft length by requests at once, as vLLM and SGLang read it, for all contexts together and beside
+    that for each. Return the files' content."""
+    content: dict[str, Any] = {}
+    for context in dict.fromkeys(row["context"] for row in rows):
+        seconds: dict[int, dict[int, float]] = {}
+        for row in (row for row in rows if row["context"] == context):
+            seconds.setdefault(row["num_drafted"], {})[row["requests"]] = row["requests"] / row["tokens_per_s"]
+        # A vLLM server whose schedule went to K = 0 fell from 232 to 24-157 tokens/s (vllm#49548).
+        drafting = {k: curve for k, curve in seconds.items() if k}
+        part = "" if context == ALL else f"-{context.replace(' ', '-')}"
+        content[f"vllm-schedule{part}.json"] = vllm_config(ranges(best_lengths(drafting)))
+        content[f"sglang-schedule{part}.json"] = sglang_config(ranges(best_lengths(seconds)))
     for name, schedule in content.items():
         write_json(config.output / name, schedule, indent=None)
     return content
 
 
+def call_seconds(rows: Sequence[Mapping[str, Any]], load: float) -> dict[int, float]:
+    """Return the seconds of a round of one request by draft length, at a number of requests at once.
+
+    If n or more tokens of a share s_n of the drafts are accepted, a request gets about
+    (1 + s_1 + ... + s_K) / call_seconds(rows, load)[K] tokens a second.
+
+    rows: of results.json, of which those of one context of several, of uncounted drafts, and with a p-min (drafts of
+    several lengths) are left out. load: between measured ones; outside of them nothing is returned.
+    """
+    seconds: dict[int, dict[int, float]] = {}
+    for row in rows:
+        k, requests, accepted = row["num_drafted"], row["requests"], row["accepted_by_place"]
+        counted = k == 0 or (k and accepted and not row["p_min"])
+        if counted and row.get("context", ALL) == ALL:  # earlier runs were of all
+            seconds.setdefault(k, {})[requests] = (1 + sum(accepted)) * requests / row["tokens_per_s"]
+    return {k: at_load(curve, load) for k, curve in seconds.items() if min(curve) <= load <= max(curve)}
+
+
+def at_load(seconds: Mapping[int, float], load: float) -> float:
+    """Interpolate seconds between measured numbers of requests at once."""
+    return float(np.interp(load, [*seconds], [*seconds.values()]))
+
+
 def best_lengths(seconds: Mapping[int, Mapping[int, float]]) -> list[int]:
     """Return the fastest K for 1 to the most requests that were measured, the smallest of equal ones.
 
-    seconds: K -> requests at once -> seconds of a token of one request. Between measured numbers of requests they are
-    interpolated.
+    seconds: K -> requests at once -> seconds of a token of one request.
     """
     most = max(max(curve) for curve in seconds.values())
-
-    def token_s(k: int, load: int) -> float:
-        return float(np.interp(load, [*seconds[k]], [*seconds[k].values()]))
-
-    return [min(sorted(seconds), key=lambda k: token_s(k, load)) for load in range(1, most + 1)]
+    return [min(sorted(seconds), key=lambda k: at_load(seconds[k], load)) for load in range(1, most + 1)]
 
 
 def ranges(lengths: Sequence[int]) -> list[KRange]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from draftsmith.eval.engines.served import (
     advice,
     ask,
     best_lengths,
+    call_seconds,
+    contexts_of,
     load_table,
     ranges,
     summary,
@@ -44,8 +47,9 @@ def answer(count: int, seconds: float, *counts: int) -> EngineAnswer:
     return EngineAnswer(tuple(range(count)), counts, seconds, first_s=0.1)
 
 
-def measured(*answers: EngineAnswer) -> Measured:
-    return Measured(list(answers), [Counted.of([one]) for one in answers])
+def measured(*answers: EngineAnswer, load: int = 1) -> Measured:
+    groups = [number // load for number in range(len(answers))]
+    return Measured(list(answers), groups, [Counted.of([one]) for one in answers])
 
 
 def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
@@ -64,7 +68,8 @@ def test_tau_counts_target_calls_and_speed_leaves_out_the_prompt():
 
 
 def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_group():
-    cells = {(PLAIN, 4): measured(*[answer(11, 10.0)] * 4), (THREE, 4): measured(*[answer(11, 5.0)] * 4)}
+    cells = {(PLAIN, 4): measured(*[answer(11, 10.0)] * 4, load=4)}
+    cells[THREE, 4] = measured(*[answer(11, 5.0)] * 4, load=4)
     cells[THREE, 4].counted = [Counted(5, 55, (25, 20, 5, 0))]  # with 11 tokens of an answer that does not count
     row = summary(THREE, 4, cells, [prompt(number) for number in range(4)], 1.0)
     assert row["tokens_per_s"] == pytest.approx(4 * 40 / 20) and row["speedup"] == pytest.approx(2.0)
@@ -74,8 +79,8 @@ def test_under_load_speed_is_that_of_all_requests_and_counts_are_of_the_whole_gr
 
 def test_prompts_that_began_together_are_drawn_together():
     """Of two groups of two the first is twice as fast, the second as fast: resamples are 2x, 1x or between."""
-    cells = {(PLAIN, 2): measured(*[answer(11, 10.0)] * 4)}
-    cells[THREE, 2] = measured(*[answer(11, 5.0)] * 2, *[answer(11, 10.0)] * 2)
+    cells = {(PLAIN, 2): measured(*[answer(11, 10.0)] * 4, load=2)}
+    cells[THREE, 2] = measured(*[answer(11, 5.0)] * 2, *[answer(11, 10.0)] * 2, load=2)
     row = summary(THREE, 2, cells, [prompt(number) for number in range(4)], 0.0)
     assert row["speedup"] == pytest.approx(4 / 3) and row["speedup_ci95"] == pytest.approx([1.0, 2.0])
 
@@ -171,19 +176,24 @@ def test_the_best_length_between_measured_loads_is_interpolated():
 
 def test_advice_claims_what_its_interval_holds():
     row = {"requests": 4, "num_drafted": 3, "p_min": 0.0, "speedup": 1.2, "speedup_ci95": [1.1, 1.3]}
-    assert advice([row], True) == "Requests at once: 4. Serve with K=3: 1.20x the plain server."
-    assert "more prompts must confirm" in advice([{**row, "speedup_ci95": [0.9, 1.5]}], False)
-    assert advice([{**row, "speedup": 0.8, "speedup_ci95": None}], False).startswith(
+    assert advice([row], "Requests at once: 4. ") == "Requests at once: 4. Serve with K=3: 1.20x the plain server."
+    assert "more prompts must confirm" in advice([{**row, "speedup_ci95": [0.9, 1.5]}], "")
+    assert advice([{**row, "speedup": 0.8, "speedup_ci95": None}], "").startswith(
         "Do not speculate: the best setting, K=3, is 0.80x"
     )
 
 
 def test_the_table_fits_a_terminal(capsys):
     cells = {(PLAIN, 16): measured(*[answer(9, 4.0)] * 16), (Setting(5, 0.75), 16): measured(*[answer(9, 2.0)] * 16)}
-    rows = [summary(setting, 16, cells, [prompt(n) for n in range(16)], 0.0) for setting, _ in cells]
+    prompts = [prompt(n) for n in range(16)]
+    rows = [
+        {"context": name, **summary(setting, 16, cells, prompts, 0.0)}
+        for name in ("below 16k", "from 16k")
+        for setting, _ in cells
+    ]
     draw_table(Console(width=80), load_table(rows, "title"))
-    heading = capsys.readouterr().out.splitlines()[3]
-    assert heading.split()[:3] == ["at", "once", "drafts"] and heading.rstrip().endswith("= plain")
+    heading = capsys.readouterr().out.splitlines()[4]
+    assert heading.split()[:4] == ["at", "once", "context", "drafts"] and heading.rstrip().endswith("= plain")
 
 
 # -- running servers
@@ -244,36 +254,92 @@ def test_a_running_server_is_measured_by_load(url, engine, label, tau, tmp_path,
     assert label in capsys.readouterr().out and not (tmp_path / "vllm-schedule.json").exists()
 
 
-def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
-    """Servers of known speed: a plain token takes 4 + B, one of K drafts (4 + B (1 + K)) / 1.8."""
+class Timed:
+    """A server of known speed: a token takes (4 + B (1 + K)) / gain, with 40 in place of 4 for long prompts."""
+
+    def __init__(self, k: int):
+        self.k, self.gain = k, {0: 1, 1: 1.8, 3: 2.5}[k]
+
+    def ask(self, prompts: list[BenchPrompt], load: int) -> tuple[list[EngineAnswer], list[EngineAnswer]]:
+        assert len({len(each.prompt_ids) < 1024 for each in prompts}) == 1
+        bases = [40 if len(each.prompt_ids) >= 1024 else 4 for each in prompts]
+        return [answer(11, 10 * (base + load * (1 + self.k)) / self.gain) for base in bases], []
+
+    def counts(self) -> None:
+        pass
+
+    def counts_since(self, before: Any, answers: Any, whole: int) -> Any:
+        return (10, 8, *[0] * (self.k - 1)) if self.k else ()
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lengths: list[int], ks: list[int], **options: Any) -> Any:
+    """Measure prompts of these lengths on `Timed` servers. Return what results.json holds."""
+    prompts = [BenchPrompt(id=str(number), prompt_ids=[1] * n, number=number) for number, n in enumerate(lengths)]
+    timed = iter([{Setting(k): Timed(k)} for k in ks])
+    monkeypatch.setattr(served, "read_questions", lambda *_: [prompts])
+    monkeypatch.setattr(served, "ask", lambda client, group, load: client.ask(group, load))
+    monkeypatch.setattr(served, "vllm_servers", lambda config, longest: timed)
     config = served.ServedConfig(
-        engine="vllm", target="embedded:target", head=tmp_path, data="embedded:prompts", limit=8,
-        concurrency="1,4", num_drafted="1", output=tmp_path / "out",
+        engine="vllm", target="embedded:target", head=tmp_path, data="embedded:prompts", concurrency="1,4",
+        output=tmp_path / "out", **options,
     )  # fmt: skip
-
-    class Client:
-        def __init__(self, k: int):
-            self.k, self.load = k, 1
-
-        def complete(self, ids: Any, seed: int, stop: Any) -> EngineAnswer:
-            return answer(11, 10 * (4 + self.load * (1 + self.k)) / (1.8 if self.k else 1))
-
-        def counts(self) -> None:
-            pass
-
-        def counts_since(self, before: Any, answers: Any, whole: int) -> Any:
-            return (10, 8) if self.k else ()
-
-    def asked(client: Any, prompts: Any, load: int) -> Any:
-        client.load = load
-        return [client.complete([], 0, None) for _ in prompts], []
-
-    monkeypatch.setattr(served, "ask", asked)
-    monkeypatch.setattr(served, "vllm_servers", lambda config, longest: iter([{Setting(k): Client(k)} for k in (0, 1)]))
     assert served.run(config) == 0
+    return json.loads((tmp_path / "out/results.json").read_text())
+
+
+def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
+    content = sweep(monkeypatch, tmp_path, [9] * 8, [0, 1])
     # At 1 request (4 + 2) / 1.8 < 5; at 4 (4 + 8) / 1.8 < 8; so K = 1 throughout.
-    content = json.loads((tmp_path / "out/results.json").read_text())
     assert content["schedules"]["vllm-schedule.json"] == json.loads((tmp_path / "out/vllm-schedule.json").read_text())
     assert json.loads((tmp_path / "out/sglang-schedule.json").read_text()) == {"1": {"candidate_steps": [1]}}
     shown = " ".join(capsys.readouterr().out.split())
     assert "Requests at once: 1. Serve with K=1: 1.50x" in shown and "Requests at once: 4. Serve" in shown
+    assert len(content["schedules"]) == 2 and "ontext" not in shown
+
+
+def test_each_context_is_measured_alone_and_has_its_schedule(tmp_path, monkeypatch, capsys):
+    """Short prompts at 4 at once: 12 / 1.8 with K = 1, 20 / 2.5 with 3; long ones 48 / 1.8 and 56 / 2.5."""
+    content = sweep(monkeypatch, tmp_path, [9, 1024, 9, 9000] * 4, [0, 1, 3], contexts="1k")
+    written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*-schedule*.json")}
+    assert written == content["schedules"] and len(written) == 6
+    key = "num_speculative_tokens_per_batch_size"
+    assert written["vllm-schedule-below-1k.json"][key] == [[1, 1, 3], [2, 4, 1]]
+    assert written["vllm-schedule-from-1k.json"][key] == [[1, 4, 3]]
+    # Of all prompts, half are short: (8 + 22.4) / 2 with K = 3 beside (6.67 + 26.67) / 2.
+    assert written["vllm-schedule.json"][key] == [[1, 4, 3]]
+    rows = {(row["context"], row["requests"], row["num_drafted"]): row for row in content["rows"]}
+    assert [row["prompt_tokens"] for at, row in rows.items() if at[1:] == (1, 0)] == [9, 5012, 2510.5]
+    assert rows["from 1k", 4, 3]["tokens_per_s"] == pytest.approx(4 / 22.4, rel=1e-4)
+    assert rows["all", 4, 3]["tokens_per_s"] == pytest.approx(4 / 15.2, rel=1e-4)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Context: below 1k. Requests at once: 4. Serve with K=1: 1.20x the plain server." in shown
+    lost = "Lost with K=3 for all contexts, requests at once: 4. below 1k: K=1 is 1.20x as fast (1.20"
+    assert lost in shown and "; from 1k: nothing." in shown
+
+
+def test_contexts_have_as_many_prompts_as_requests_at_once():
+    prompts = [BenchPrompt(id=str(n), prompt_ids=[1] * n) for n in (5, 6, 7, 8)]
+    found = {each.name: [len(one.prompt_ids) for one in each.prompts] for each in contexts_of(prompts, [6, 8], 1)}
+    assert found == {"below 6": [5], "from 6": [6, 7], "from 8": [8]}
+    # Prompts of one class only are not divided, and a lowest class may be empty.
+    assert [each.name for each in contexts_of(prompts, [5], 4)] == ["all"]
+    for edges, most, expected in (([6], 2, "1 prompts below 6"), ([6, 99], 1, "0 prompts from 99")):
+        with pytest.raises(InputError, match=f"{most} requests at once of {expected} tokens"):
+            contexts_of(prompts, edges, most)
+
+
+def test_a_round_takes_as_long_with_other_acceptance():
+    """Rounds of 1 + B / 4 seconds for K = 3, whatever is accepted, and of B / 4 without drafts."""
+    accepted = [0.9, 0.5, 0.1]
+    rows = [
+        {"requests": load, "num_drafted": k, "p_min": p_min, "context": context, "accepted_by_place": places,
+         "tokens_per_s": (1 + sum(places)) * load / ((1 if k else 0) + load / 4) * factor}
+        for load in (2, 6)
+        for k, p_min, context, places, factor in (
+            (0, 0.0, "all", [], 1), (3, 0.0, "all", accepted, 1), (3, 0.5, "all", accepted, 9),
+            (3, 0.0, "from 1k", accepted, 9), (5, 0.0, "all", [], 9), (None, 0.0, "all", accepted, 9),
+        )
+    ]  # fmt: skip
+    assert call_seconds(rows, 3) == pytest.approx({0: 0.75, 3: 1.75})
+    assert call_seconds(rows, 6.0) == pytest.approx({0: 1.5, 3: 2.5})
+    assert call_seconds(rows, 1) == call_seconds(rows, 7) == {}
