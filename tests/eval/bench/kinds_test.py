@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from chats import chat_tokenizer
 
+from draftsmith.data.text.kinds import kinds_of
 from draftsmith.data.text.template import render
-from draftsmith.eval.bench.kinds import add_kinds, kinds_of
+from draftsmith.eval.bench.results import add_kinds
 
 # Parts of answers as the templates of these families write them, each with its kind.
 ANSWERS = {

@@ -6,12 +6,11 @@ part that its first character stands in. Inside a part other markers mean nothin
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Literal, cast
 
 Kind = Literal["thinking", "call", "code", "prose"]
 KINDS: tuple[Kind, ...] = ("thinking", "call", "code", "prose")
@@ -94,19 +93,3 @@ def opened_by(found: re.Match[str]) -> tuple[Kind, re.Pattern[str] | None]:
     if found.lastgroup == "code":
         return "code", re.compile(rf"^ {{0,3}}{opened}{opened[0]}*(?!\w)", re.MULTILINE)  # an end token may follow
     return cast(Kind, found.lastgroup), re.compile(f"</{re.escape(opened)}>")
-
-
-def add_kinds(rows: Sequence[dict[str, Any]], tokenizer: Any) -> None:
-    """Set `kinds` of each measured row: the kind of the token that each of its rounds begins with."""
-    text_of: Any = functools.cache(lambda token: tokenizer.decode([token]))
-    prompts: Mapping[Any, list[int]] = {_asked(row): row["prompt_ids"] for row in rows if row["prompt_ids"] is not None}
-    for row in rows:
-        prompt = tokenizer.decode(prompts[_asked(row)][-PROMPT_TOKENS:])
-        kinds = kinds_of([text_of(token) for token in row["token_ids"]], prompt)
-        emitted = itertools.accumulate((step["num_emitted"] for step in row["rounds"]), initial=row["prefill_emitted"])
-        # A round whose tokens were all cut stands behind the last one.
-        row["kinds"] = [kinds[min(place, len(kinds) - 1)] for place, _ in zip(emitted, row["rounds"], strict=False)]
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["temperature"], row["prompt"], row["turn"]
