@@ -21,8 +21,10 @@ from draftsmith.eval.bench.results import (
     BASELINE,
     PER_PROMPT,
     add_kinds,
+    counts_by_answer,
     failures_of,
     of_methods,
+    read_rows,
     shown_classes,
     summarize,
     write_rows,
@@ -107,7 +109,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if done is not None:
         log_done("eval bench", config.output, measures=True)
         if config.card:
-            write_cards(done, named, heads, config.paths)
+            write_cards(done, named, heads, config)
         return done
 
     # Measure.
@@ -139,7 +141,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     journal.path.unlink()
     log_note(f"Written to {config.output / RESULTS}")
     if config.card:
-        write_cards(results, named, heads, config.paths)
+        write_cards(results, named, heads, config)
     return results
 
 
@@ -199,18 +201,20 @@ def by_each(requested: Mapping[str, LabeledMethod], paths: Mapping[str, str]) ->
 
 
 def write_cards(
-    results: Mapping[str, Any], named: Sequence[LabeledMethod], heads: Mapping[str, str], paths: Mapping[str, str]
+    results: Mapping[str, Any], named: Sequence[LabeledMethod], heads: Mapping[str, str], config: BenchConfig
 ) -> None:
     """Write the rows of the methods that used each head into its measured.json and model card."""
     names = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
+    answers = read_rows(config.output)
     about = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
     meta = {name: results["meta"][name] for name in about}
     for kind, directory in heads.items():
-        labels = {item.label for item in named if kind in item.keys(paths)}
+        labels = {item.label for item in named if kind in item.keys(config.paths)}
         rows = [
             {
                 **{key: row[key] for key in ("method", "temperature", *names)},
                 "by": {name: [short(part, names) for part in shown_classes(row, name)] for name in row["by"]},
+                "answers": counts_by_answer(of_methods(answers, row["temperature"])[row["method"]]),
             }
             for row in results["methods"]
             if row["method"] in labels

@@ -426,6 +426,18 @@ def classes_of_rounds(rounds: Rounds, resamples: Resamples, by: Sequence[str]) -
     return found
 
 
+def counts_by_answer(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return what a server counts of each answer: `drafts`, the rounds with one, [N]; and `accepted`, how many of these
+    had n tokens or more accepted, [N, K], also behind the end of the answer."""
+    rounds = Rounds.of(rows)
+    places = int(rounds.drafted.max(initial=0))
+    sums = [
+        np.bincount(rounds.answer, own, len(rows)).astype(int).tolist()
+        for own in (rounds.drafted > 0, *rounds.reached[:, :places].T)
+    ]
+    return {"drafts": sums[0], "accepted": [list(own) for own in zip(*sums[1:], strict=True)]}
+
+
 def sums_by(rows: Sequence[Row], name: str) -> dict[str, tuple[Floats, Floats]]:
     """Return the emitted tokens and target calls [N] of the answers in each class of a division."""
     if name in OF_ROUNDS:

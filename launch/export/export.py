@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from draftsmith.modules.formats.base import FLOATS, HeadFormat, ImportedHead, Pa
 from draftsmith.modules.formats.gguf import head_to_gguf
 from draftsmith.modules.formats.llama_format import LlamaFormat
 from draftsmith.modules.formats.quantized import FORMATS, quantizable, quantize, served_memory, with_quantized
-from draftsmith.modules.pretrained.card import measured_of, model_card
+from draftsmith.modules.pretrained.card import measured_chains, measured_of, model_card
 from draftsmith.modules.pretrained.checkpoint import INDEX, Checkpoint
 from draftsmith.modules.pretrained.directory import RECORD
 from draftsmith.modules.pretrained.files import whole_directory, write_json, write_tensors, write_text
@@ -334,13 +333,6 @@ def index_for_target(target: Checkpoint, directory: Path) -> str:
         directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(target.tensors, "model.safetensors")}
     )
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
-
-
-def measured_chains(measured: Mapping[str, Any] | None, kind: str) -> dict[int, Mapping[str, Any]]:
-    """Return drafted tokens a round -> measurement, of the head's chains in `measured.json`."""
-    rows = [] if measured is None else measured["methods"]
-    chains = ((re.fullmatch(rf"{kind}:k=(\d+)", row["method"]), row) for row in rows)
-    return {int(chain[1]): row for chain, row in chains if chain}
 
 
 def num_drafted(

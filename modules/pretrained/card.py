@@ -149,6 +149,16 @@ def measured_of(directory: str | Path) -> dict[str, Any] | None:
     return measured if measured["head_sha256"] == file_sha256(path.with_name(WEIGHTS)) else None
 
 
+def measured_chains(
+    measured: Mapping[str, Any] | None, kind: str, temperature: float | None = None
+) -> dict[int, Mapping[str, Any]]:
+    """Return drafted tokens a round -> row, of the head's chains in `measured.json`, at a temperature if named."""
+    rows = [] if measured is None else measured["methods"]
+    kept = [row for row in rows if temperature is None or row["temperature"] == temperature]
+    chains = ((re.fullmatch(rf"{kind}(?:@[^:]*)?:k=(\d+)", row["method"]), row) for row in kept)
+    return {int(chain[1]): row for chain, row in chains if chain}
+
+
 def save(head: DraftHead, directory: str | Path, target: CausalLM, metrics: Mapping[str, float] | None = None) -> Path:
     """Save a head that a script trained as a head directory with a model card, which every command takes.
 

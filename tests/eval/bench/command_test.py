@@ -156,6 +156,10 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
             assert f"| context | {part['name']} | {label} | {part['rounds']:,} | {part['tau']:.3f} |" in card
         assert [row["method"] for row in measured["methods"]] == [label]
         assert measured["methods"][0]["by"]["task"][1]["tau"] == wanted[label]["by"]["task"][1]["tau"]
+        counts = measured["methods"][0]["answers"]
+        assert len(counts["drafts"]) == len(counts["accepted"]) == wanted[label]["prompts"]
+        first = sum(own[0] for own in counts["accepted"]) / sum(counts["drafts"])
+        assert first == pytest.approx(wanted[label]["accepted_by_place"][0])
         assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS
         assert load_head(heads[flag]).config == load_head(models[flag]).config
 
