@@ -375,6 +375,45 @@ class ServedConfig(PromptChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """Read what a server counts of its drafts, beside what the head's card measured, and say whether they are accepted
+    as measured. Nothing but the counters is asked for. Exits with 1 below what was measured, and with 3 if it cannot
+    tell.
+
+    Attributes:
+        head: Directory of the head that is served, with a card of `eval bench --card`.
+        server: Address of a vLLM or SGLang server, or of a llama.cpp server with --metrics.
+        counters: In place of --server a file: saved pages of /metrics, or answers with the counts of their drafts, one
+            response or logged request a line.
+        state: File that keeps what was counted, with which the same command continues.
+        temperature: Temperature of the card's answers. Default: the only one that was measured.
+        served: Run of `eval served` for this server, to say whether another draft length would be faster.
+        once: Look once, not every --interval-s seconds.
+        interval_s: Seconds between looks.
+        alpha: Highest probability that answers like the card's are ever called below it.
+    """
+
+    head: str
+    server: str | None = None
+    counters: Path | None = None
+    state: Path | None = None
+    temperature: float | None = None
+    served: Path | None = None
+    once: bool = False
+    interval_s: float = 60.0
+    alpha: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_range("alpha", self.alpha, 0.0, 1.0, "()")
+        check_range("interval_s", self.interval_s, 0.0, 86_400.0, "(]")
+        if (self.server is None) == (self.counters is None):
+            found = "neither of them" if self.server is None else "both"
+            raise InputError("server, counters", found, "one: a running server, or a file", "Pass one of them.")
+        if self.counters is not None:
+            check_left_out(self, ("state", "once", "interval_s"), "with --counters", "none: the file is read once")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CertifyConfig(ServedTarget):
     """Certify that a server's answers follow the target. The exit code is 1 if they do not.
 

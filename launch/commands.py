@@ -134,6 +134,11 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "eval.settings:CertifyConfig", "eval.certify", "Certify that a server's answers follow the target"
         ),
     },
+    "In production": {
+        "watch": Command(
+            "eval.settings:WatchConfig", "eval.watch.command", "A server's acceptance beside what its head measured"
+        )
+    },
     "Your machine": {
         "doctor": Command(
             "launch.doctor:DoctorConfig", "launch.doctor", "What is installed here and what of it can be used"

@@ -163,14 +163,14 @@ def _snapshot(page: Iterable[Series], time: float | None) -> Snapshot:
 
 @dataclass
 class Process:
-    """What was counted of an engine's process since the watch began.
+    """What an engine's process has counted since it started.
 
     name: labels of the engine. answers: whose drafts are counted. trial: looks that are not counted yet after an
     unexplained fall; -1: several servers, of which none is counted.
     """
 
     name: str
-    last: Counts
+    last: Counts = field(default_factory=dict)
     sums: Counts = field(default_factory=dict)
     answers: int = 0
     trial: int = 0
@@ -205,7 +205,7 @@ class Process:
 
 @dataclass
 class Tally:
-    """What a server counted since the watch began, across restarts.
+    """What a server counted since its start, across restarts.
 
     A process of an engine is known by its labels and its start time: restarts, and replicas that answer in turn behind
     one address, are each counted by themselves. Without a start time only a counter that falls shows them.
@@ -246,7 +246,7 @@ class Tally:
             if key not in self.processes:
                 others = any(own.name == name for own in self.processes.values())
                 new = self.time is not None and (snapshot.started or 0.0) > self.time
-                self.processes[key] = Process(name, {} if new else counts)
+                self.processes[key] = Process(name)
                 if others:
                     said = "restarted; what it counted after the last look is lost"
                     other = "another server answers at this address; each is counted by itself"

@@ -1,0 +1,131 @@
+"""`draftsmith watch` beside servers that count as vLLM does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from servers import Server
+
+from draftsmith.eval.watch.evidence import CardAnswers
+from draftsmith.launch.cli import main
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.llama_config import LlamaConfig
+from draftsmith.modules.pretrained.card import write_measured
+from draftsmith.modules.pretrained.heads import head_fields, save_head
+
+from .evidence_test import AT_ONCE, PLACES, answers
+
+RNG = np.random.default_rng(7)
+CARD, HEALTHY, FALLEN = answers(300, RNG), answers(2000, RNG), answers(2000, RNG, fall=0.15)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("head")
+    eagle = EagleHead(EagleConfig(LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)))
+    save_head(directory, eagle, {"head": head_fields(eagle)}, "A card.")
+    measure(directory, CARD)
+    return str(directory)
+
+
+def measure(directory: Path, card: CardAnswers, length: int = PLACES) -> None:
+    counts = {"drafts": card.drafts.astype(int).tolist(), "accepted": card.accepted.astype(int).tolist()}
+    row = {"method": f"eagle:k={length}", "temperature": 0.0, "tau": 2.0, "prompts": 300, "tokens": 9, "speedup": 1.5}
+    measured = {
+        "settings": {"target": "t", "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "float32"},
+        "methods": [{**row, "by": {}, "answers": counts}],
+        **{"prompts": {"source": "F", "count": 300, "sha256": "9"}, "clock": "cpu", "hardware": {"cpu": "a CPU"}},
+        **{"date": "today", "git_commit": "1234"},
+    }
+    write_measured(directory, measured)
+
+
+def page(served: CardAnswers, count: int, running: int = 0) -> str:
+    """What vLLM counts after so many answers."""
+    labels, sums = 'engine="0",model_name="m"', served.accepted[:count].sum(0)
+    lines = [
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} {served.drafts[:count].sum()}",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {PLACES * served.drafts[:count].sum()}",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {sums.sum()}",
+        f'vllm:request_success_total{{{labels},finished_reason="stop"}} {count - running}.0',
+        f"vllm:num_requests_running{{{labels}}} {running}.0",
+        *(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{n}"}} {own}'
+            for n, own in enumerate(sums)
+        ),
+    ]
+    return "\n".join([*lines, "process_start_time_seconds 1.7e9", ""])
+
+
+def watched(head: str, pages: Iterable[str], *options: str) -> int:
+    """The exit code of the last of as many looks as there are pages."""
+    left = iter(pages)
+    code = 0
+    with Server(lambda request: next(left).encode()) as server:
+        for _ in pages:
+            code = main(["watch", "--server", server.url, "--head", head, "--once", *options])
+    return code
+
+
+def test_looks_that_a_state_file_joins_find_a_fall_and_nothing_else(head, tmp_path, capsys):
+    counts = range(200, 1001, 200)
+    for served, code, said in ((HEALTHY, 0, "as measured"), (FALLEN, 1, "below what was measured (p ")):
+        state = tmp_path / f"{code}.json"
+        pages = [page(served, count, running=3) for count in counts]
+        assert watched(head, pages, "--state", str(state)) == code
+        printed = capsys.readouterr().out.splitlines()
+        assert any(line.startswith(said) for line in printed[-3:])
+        saved = json.loads(state.read_text())
+        assert saved["looks"][-1][1:3] == [1000, served.drafts[:1000].sum()]
+    tau = 1 + FALLEN.accepted[:1000].sum() / FALLEN.drafts[:1000].sum()
+    assert f"{tau:.3f}" in "".join(printed) and f"{CARD.tau:.3f}" in "".join(printed)
+
+
+def test_saved_pages_say_the_same_as_the_server_and_json_has_the_numbers(head, tmp_path, capsys):
+    pages = [page(FALLEN, count) for count in range(AT_ONCE, 401, AT_ONCE)]
+    (tmp_path / "pages.txt").write_text("".join(pages))
+    code = main(["watch", "--counters", str(tmp_path / "pages.txt"), "--head", head, "--json"])
+    saved = json.loads(capsys.readouterr().out)
+    assert code == saved["exit_code"] == 1 and saved["p_fall"] < 1e-3 and saved["p_rise"] == 1
+    assert watched(head, pages, "--state", str(tmp_path / "state.json"), "--json") == 1
+    last = json.loads(capsys.readouterr().out.rpartition("\n{")[2].join(["{", ""]))
+    assert last["p_fall"] == saved["p_fall"] and last["tables"][0]["rows"] == saved["tables"][0]["rows"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda text: text.replace(f'position="{PLACES - 1}"', 'position="a"'), "expected counts"),
+        (
+            lambda text: "".join(line for line in text.splitlines(True) if f'"{PLACES - 1}"' not in line),
+            "drafts 2 tokens",
+        ),
+        (
+            lambda text: "".join(line for line in text.splitlines(True) if "request_success" not in line),
+            "counts no answers",
+        ),
+        (lambda text: text.replace(f" {PLACES * HEALTHY.drafts[:200].sum()}", " 1000.0"), "ends drafts early"),
+    ],
+    ids=["no number", "another length", "no answers", "drafts end early"],
+)
+def test_what_cannot_be_compared_is_said(head, wrong, said, capsys):
+    code = watched(head, [wrong(page(HEALTHY, 200))])
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err and code in (2, 3)
+
+
+def test_a_state_of_another_card_and_a_server_that_is_gone_are_refused(head, tmp_path, capsys):
+    state = tmp_path / "state.json"
+    assert watched(head, [page(HEALTHY, 100)], "--state", str(state)) == 0
+    assert main(["watch", "--server", "http://127.0.0.1:9", "--head", head, "--once"]) == 2
+    assert "no connection" in capsys.readouterr().err
+    measure(Path(head), CardAnswers(CARD.drafts[1:], CARD.accepted[1:]))
+    try:
+        assert watched(head, [page(HEALTHY, 200)], "--state", str(state)) == 2
+        assert "of another card" in capsys.readouterr().err
+    finally:
+        measure(Path(head), CARD)
