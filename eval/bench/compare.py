@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.console import Column, Table, format_interval, print_table, print_text
+from draftsmith.data.console import Column, Table, add_result, format_interval, print_table, print_text
 from draftsmith.eval.bench.results import (
     BASELINE,
-    FEWEST_PROMPTS,
     FEWEST_ROUNDS,
+    Floats,
     MeasuredResamples,
     Row,
     of_methods,
@@ -37,6 +39,9 @@ SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "tur
 # Settings that change how fast the same work is done.
 SAME_SPEED = ("device", "num_threads", "loader")
 SEED = 0  # of the bootstrap
+MARGIN = 0.01  # of A's tau that B may lose and is still not worse
+# What is shown of B in a class; of both runs, the first of these that any class has.
+WORSE, NO_VERDICT, BETTER, NOT_WORSE = VERDICTS = ("worse", "no verdict", "better", "not worse")
 TAU_COLUMNS = (
     Column("tau_a", "tau A", ".2f"),
     Column("tau_b", "tau B", ".2f"),
@@ -66,8 +71,10 @@ class Bench:
         return {temperature: of_methods(self.rows, temperature) for temperature in temperatures}
 
 
-def run(config: CompareConfig) -> None:
-    """Print the notes and a table for each temperature.
+def run(config: CompareConfig) -> int:
+    """Print the notes, the tables of each temperature, and what they show.
+
+    Returns 0 if B is better or not worse in every class, 1 if it is worse in any, 3 if neither is shown.
 
     Raises:
         InputError: no finished runs, or runs that did not do the same work.
@@ -76,7 +83,7 @@ def run(config: CompareConfig) -> None:
     check_comparable(first, second)
     about = f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A."
     notes = [about, *notes_of(first, second)]
-    tables = compare_runs(first, second)
+    tables, classes = compare_runs(first, second)
     for line in notes:
         print_text(line)
     for table in tables:
@@ -84,6 +91,11 @@ def run(config: CompareConfig) -> None:
         for row in table.rows:
             if row["method"] != BASELINE and row.get("gain_low") is not None:  # no gains stand in tables of classes
                 print_text(verdict(row))
+    for (temperature, label), rows in itertools.groupby(classes, lambda row: (row["temperature"], row["method"])):
+        print_text(summary(label, temperature, list(rows)))
+    found = min((row["verdict"] for row in classes), key=VERDICTS.index, default=NO_VERDICT)
+    add_result(verdict=found, classes=classes)
+    return {WORSE: 1, NO_VERDICT: 3}.get(found, 0)
 
 
 def verdict(row: Mapping[str, Any]) -> str:
@@ -152,11 +164,11 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     return notes
 
 
-def compare_runs(first: Bench, second: Bench) -> list[Table]:
-    """Build a table for each temperature that both runs have."""
+def compare_runs(first: Bench, second: Bench) -> tuple[list[Table], list[Row]]:
+    """Build the tables for each temperature that both runs have, and a row for each class of each method."""
     same_machine = machine(first.meta) == machine(second.meta)
     clock: ClockName = first.meta["clock"]
-    tables = []
+    tables, verdicts = list[Table](), list[Row]()
     for temperature in (each for each in first.methods if each in second.methods):
         ours, theirs = first.methods[temperature], second.methods[temperature]
         # Later turns follow a run's own answers, which may differ.
@@ -186,9 +198,13 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
         if other:
             note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
-        pairs = {label: pair(ours[a], theirs[b], other) for label, a, b in matched(ours, theirs) if a != BASELINE}
-        tables += [by_table(pairs, name, temperature) for name in divisions(first.meta, second.meta)]
-    return [table for table in tables if table.rows]
+        names, classes = divisions(first.meta, second.meta), list[Row]()
+        for label, a, b in (each for each in matched(ours, theirs) if each[1] != BASELINE):
+            about = {"temperature": temperature, "method": label}
+            classes += [about | row for row in compare_classes(pair(ours[a], theirs[b], other), names)]
+        tables += [by_table(classes, name, temperature) for name in names]
+        verdicts += classes
+    return [table for table in tables if table.rows], verdicts
 
 
 def divisions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -197,27 +213,49 @@ def divisions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return [name.strip() for name in ours if name.strip() in map(str.strip, theirs)]
 
 
-def by_table(pairs: Mapping[str, tuple[list[Row], list[Row]]], name: str, temperature: float) -> Table:
-    """Build the table of tau in the classes of a division that both runs have; without rows if there is but one."""
-    rows = list[Row]()
-    for label, (first, second) in pairs.items():
-        resamples, sums = MeasuredResamples(first, SEED), [sums_by(own, name) for own in (first, second)]
-        for part in (part for part in sums[0] if part in sums[1]):
-            (tokens, calls), (others, other_calls) = (own[part] for own in sums)
-            if min(calls.sum(), other_calls.sum()) < FEWEST_ROUNDS:
-                continue
-            tau_a, tau_b = tokens.sum() / calls.sum(), others.sum() / other_calls.sum()
-            enough = min(np.count_nonzero(calls), np.count_nonzero(other_calls)) >= FEWEST_PROMPTS
-            taus = [
-                resamples.sums(a) / resamples.sums(b).clip(min=1) for a, b in ((others, other_calls), (tokens, calls))
-            ]
-            interval = resamples.interval(taus[0] - taus[1]) if enough else None
-            numbers = {"tau_a": float(tau_a), "tau_b": float(tau_b), "tau": float(tau_b - tau_a)}
-            rows.append({"method": label, "part": part, **numbers, "tau_ci": format_interval(interval, between=" to ")})
-    columns = [Column("part", name), Column("method", "method"), *TAU_COLUMNS]
+def compare_classes(pairs: tuple[list[Row], list[Row]], names: Sequence[str]) -> list[Row]:
+    """Compare tau of one method on all prompts and in each class of the divisions in which both runs have several, with
+    intervals that hold for all of these at once."""
+    resamples = MeasuredResamples(pairs[0], SEED)
+    rows, taus, weights = list[Row](), list[Floats](), list[Floats]()
+    for name in ("", *names):  # without a name, one class of all
+        ours, theirs = (sums_by(own, name) for own in pairs)
+        fewest = {part: np.minimum(ours[part][1], theirs[part][1]) for part in ours if part in theirs}
+        parts = [part for part, calls in fewest.items() if not name or calls.sum() >= FEWEST_ROUNDS]
+        for part in parts if len(parts) > 1 or not name else ():
+            tau_a, tau_b = (float(tokens.sum() / calls.sum()) for tokens, calls in (ours[part], theirs[part]))
+            rows.append({"by": name, "part": part, "tau_a": tau_a, "tau_b": tau_b, "tau": tau_b - tau_a})
+            drawn = [resamples.sums(own[part][0]) / resamples.sums(own[part][1]).clip(min=1) for own in (ours, theirs)]
+            taus.append(drawn[1] - drawn[0])
+            weights.append(fewest[part])
+    intervals = resamples.simultaneous([row["tau"] for row in rows], taus, weights)
+    for row, interval in zip(rows, intervals, strict=True):
+        low, high = interval or (-math.inf, math.inf)
+        shown = NOT_WORSE if low >= -MARGIN * row["tau_a"] else WORSE if high < 0 else NO_VERDICT
+        row |= {"tau_ci": format_interval(interval, between=" to "), "verdict": BETTER if low > 0 else shown}
+    return rows
+
+
+def summary(label: str, temperature: float, rows: Sequence[Row]) -> str:
+    """Say on which classes B is better, worse and neither, and on which the intervals leave it open."""
+    said = []
+    for verdict in (BETTER, WORSE, NOT_WORSE, NO_VERDICT):
+        names = [
+            (f"{row['by']}={row['part']}" if row["by"] else "all prompts")
+            + (f" ({row['tau']:+.2f}, {row['tau_ci']})" if verdict in (BETTER, WORSE) else "")
+            for row in rows
+            if row["verdict"] == verdict
+        ]
+        said += [f"{verdict} on {', '.join(names)}"] if names else []
+    about = f"not worse: at least {1 - MARGIN:g} of A; intervals hold for all {len(rows)} at once"
+    return f"{label}, {mode(temperature)}: B is {'; '.join(said)} ({about})"
+
+
+def by_table(classes: Sequence[Row], name: str, temperature: float) -> Table:
+    """Build the table of tau in the classes of a division."""
+    columns = [Column("part", name), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "B is")]
     title = f"tau by {TITLES.get(name, name)}, B against A, {mode(temperature)}"
-    shown = rows if len({row["part"] for row in rows}) > 1 else []
-    return Table(f"compare-{name}-t{temperature:g}", title, columns, shown)
+    return Table(f"compare-{name}-t{temperature:g}", title, columns, [row for row in classes if row["by"] == name])
 
 
 def matched(ours: Collection[str], theirs: Collection[str]) -> list[tuple[str, str, str]]:

@@ -213,6 +213,27 @@ class Resamples:
         low, high = np.percentile(statistic, [2.5, 97.5])
         return [float(low), float(high)]
 
+    def simultaneous(
+        self, estimates: Sequence[float], statistics: Sequence[Floats], weights: Sequence[Floats]
+    ) -> list[list[float] | None]:
+        """Return 95 % intervals that hold for all of C statistics at once, so that the best and worst of many may be
+        named: max-t bootstrap, widened as Student's t. None, and not counted, with fewer than FEWEST_PROMPTS owners.
+
+        estimates: [C]. statistics: [C] of `sums`, each [NUM_RESAMPLES]. weights: [C], each [N], positive for the values
+        that a statistic depends on.
+        """
+        owners = np.array([np.unique(self._owner[weight > 0]).size for weight in weights])
+        enough, degrees = owners >= FEWEST_PROMPTS, np.maximum(owners - 1.0, FEWEST_PROMPTS - 1)
+        draws, center = np.stack(statistics), np.asarray(estimates, np.float64)
+        spread = draws.std(1)
+        distances = np.abs(draws - center[:, None]) / np.where(enough & (spread > 0), spread, np.inf)[:, None]
+        z = np.percentile(distances.max(0), 95)
+        # Beyond t lies as much as beyond z of a normal distribution (Gaver and Kafadar 1984).
+        t = np.sqrt(degrees * np.expm1(z**2 * (degrees - 1.5) / (degrees - 1) ** 2))
+        half = t * spread * np.sqrt((degrees + 1) / degrees)
+        ends = np.stack([center - half, center + half], 1).tolist()
+        return [own if kept else None for own, kept in zip(ends, enough, strict=True)]
+
 
 class MeasuredResamples(Resamples):
     """Bootstrap resamples of measured prompts, each with all its turns."""
@@ -439,12 +460,15 @@ def counts_by_answer(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def sums_by(rows: Sequence[Row], name: str) -> dict[str, tuple[Floats, Floats]]:
-    """Return the emitted tokens and target calls [N] of the answers in each class of a division."""
+    """Return the emitted tokens and target calls [N] of the answers in each class of a division; all are `none` if no
+    answer has a value."""
     if name in OF_ROUNDS:
         rounds = Rounds.of(rows)
         return {about["name"]: rounds.sums(mask, len(rows)) for about, mask in rounds.classes(name)}
     tokens, calls = (np.array([row[column] for row in rows], np.float64) for column in ("tokens", "num_target_calls"))
-    masks = {value: np.array([label_of(row, name) == value for row in rows]) for value in values_of(rows, name)}
+    masks = {
+        value: np.array([label_of(row, name) == value for row in rows]) for value in values_of(rows, name) or [NO_VALUE]
+    }
     return {value: (tokens * mask, calls * mask) for value, mask in masks.items()}
 
 
