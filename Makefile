@@ -30,7 +30,7 @@ ENGINE_ENVS := .engines
 help:
 	@echo "make demo     set up .venv and run examples/demo.sh, the whole pipeline on the embedded models (STEPS_EAGLE3=1000)"
 	@echo "make laptop   examples/laptop.sh: a head for SmolLM2-135M from nothing, checked in llama.cpp (TARGET=MODEL.gguf)"
-	@echo "make refresh  examples/refresh.sh: an old head trained on for a changed target (HEAD=DIR TARGET=NEW SOURCE=CHATS.jsonl)"
+	@echo "make refresh  examples/refresh.sh: an old head trained on for a changed target or a slice of its traffic (HEAD=DIR TARGET=MODEL SLICE=CHATS.jsonl)"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"

@@ -129,7 +129,8 @@ class PromptChoice:
     """Prompts that are taken from a source.
 
     Attributes:
-        split: Keep prompts of this split (train, dev or test of embedded:prompts).
+        split: Keep prompts of this split (train, dev or test of embedded:prompts; val of the output of `data prompts`:
+            those that a training on its answers holds out).
         tasks: Keep prompts whose own task is one of these, separated by commas.
     """
 

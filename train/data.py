@@ -30,6 +30,7 @@ from draftsmith.data.store.datasets import (
     TURN,
     ArtifactDataset,
     collate_features,
+    is_held_out,
     open_dataset,
     pack_features,
     prompt_hash,
@@ -351,8 +352,7 @@ def held_out(hashes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         InputError: nothing is left to train on.
     """
-    # The upper half: a share of an artifact is taken by the lower one.
-    held = (hashes >> np.uint64(32)) < int(share * 2**32)
+    held = is_held_out(hashes, share)
     prompts = len(np.unique(hashes))
     if not held.any():
         held = hashes == hashes.min()

@@ -36,6 +36,7 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
+VAL_SHARE = 0.05  # of the prompts that a training holds out, if it is told no other
 # What the id of a later row of a session ends in.
 TURN = re.compile(r"/turn-\d+$")
 COLUMNS = {
@@ -408,6 +409,12 @@ def prompt_hash(ids: np.ndarray, mask: np.ndarray | None) -> int:
     """
     num_asked = int(mask.argmax()) if mask is not None and mask.any() else 0
     return int(row_name(ids[:num_asked] if num_asked else ids)[:16], 16)
+
+
+def is_held_out(hashes: np.ndarray, share: float = VAL_SHARE) -> np.ndarray:
+    """Return which prompts [N], by their hashes, a training on their answers leaves out."""
+    # The upper half: a share of an artifact is taken by the lower one.
+    return (hashes >> np.uint64(32)) < int(share * 2**32)
 
 
 def feature_key(row: int) -> str:

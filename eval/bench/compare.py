@@ -238,17 +238,14 @@ def compare_classes(pairs: tuple[list[Row], list[Row]], names: Sequence[str]) ->
 
 def summary(label: str, temperature: float, rows: Sequence[Row]) -> str:
     """Say on which classes B is better, worse and neither, and on which the intervals leave it open."""
-    said = []
-    for verdict in (BETTER, WORSE, NOT_WORSE, NO_VERDICT):
-        names = [
-            (f"{row['by']}={row['part']}" if row["by"] else "all prompts")
-            + (f" ({row['tau']:+.2f}, {row['tau_ci']})" if verdict in (BETTER, WORSE) else "")
-            for row in rows
-            if row["verdict"] == verdict
-        ]
-        said += [f"{verdict} on {', '.join(names)}"] if names else []
+    said: dict[str, list[str]] = {verdict: [] for verdict in (BETTER, WORSE, NOT_WORSE, NO_VERDICT)}
+    for row in rows:
+        name = f"{row['by']}={row['part']}" if row["by"] else "all prompts"
+        numbers = f" ({row['tau']:+.2f}, {row['tau_ci']})" if row["verdict"] in (BETTER, WORSE) else ""
+        said[row["verdict"]].append(name + numbers)
+    verdicts = "; ".join(f"{verdict} on {', '.join(names)}" for verdict, names in said.items() if names)
     about = f"not worse: at least {1 - MARGIN:g} of A; intervals hold for all {len(rows)} at once"
-    return f"{label}, {mode(temperature)}: B is {'; '.join(said)} ({about})"
+    return f"{label}, {mode(temperature)}: B is {verdicts} ({about})"
 
 
 def by_table(classes: Sequence[Row], name: str, temperature: float) -> Table:

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.data.prompts import RowEncoder
 from draftsmith.data.stages import PromptsConfig, Turns
+from draftsmith.data.store.datasets import is_held_out, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import column_text, row_label
@@ -123,6 +124,9 @@ def kept_rows(
     path, split = Path(resolve_model(source)), named_split(split)
     if (path / MANIFEST).exists() or (path / STARTED).exists():
         rows = artifact_rows(path, target, turns, columns)
+        if split:
+            held = is_held_out(open_dataset(path).hashes)
+            rows = ({**row, "split": "val" if out else "train"} for row, out in zip(rows, held, strict=True))
     else:
         rows = chat_rows(source, target, turns, columns, split=split, tasks=tasks)
     empty = True

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from draftsmith.benchmarks.embedded.tasks import HEADLINE_TASKS
+from draftsmith.data.store.datasets import VAL_SHARE
 from draftsmith.launch.commands import command_name, configure
 
 ROOT = Path(__file__).resolve().parents[2]
-REFRESH = {"HEAD": "data/embedded/smollm2/eagle3", "TARGET": "tuned", "SOURCE": "chats.jsonl"}
+REFRESH = {"HEAD": "data/embedded/smollm2/eagle3", "TARGET": "tuned", "SLICE": "chats.jsonl"}
 # Script -> variables that it asks for, and how many commands it has.
 SCRIPTS = {
     "examples/demo.sh": ({}, 11),
     "examples/laptop.sh": ({}, 9),
-    "examples/refresh.sh": (REFRESH, 11),
+    "examples/refresh.sh": (REFRESH, 14),
     "benchmarks/embedded/families.sh": ({}, 6),
     "benchmarks/embedded/mtp.sh": ({}, 11),
 }
@@ -93,8 +94,23 @@ def test_a_script_ends_with_the_command_that_fails_and_takes_variables(tmp_path)
 
 def test_a_target_without_an_mtp_module_is_refreshed_without_one(tmp_path):
     code, words = commands(tmp_path, "examples/refresh.sh", {**REFRESH, "fail": "import mtp"})
-    assert code == 0 and [one[:2] for one in words if one[:2] == ["eval", "compare"]] == [["eval", "compare"]]
+    outputs = [[Path(each).name for each in one[2:]] for one in words if one[:2] == ["eval", "compare"]]
+    assert code == 0 and outputs == [["before-slice", "after-slice"], ["before", "after"]]
     assert [one[1] for one in words if one[0] == "train"] == ["eagle3"]
+
+
+def test_a_slice_that_a_server_answers_is_joined_with_the_old_data(tmp_path):
+    given = {"OLD_DATA": "runs/a runs/b*0.1", "WEIGHT": "5"}
+    given |= {"SERVER": "http://x:8000", "ENGINE": "vllm", "SPLIT": "dev"}
+    code, words = commands(tmp_path, "examples/refresh.sh", {**REFRESH, **given})
+    by_name = {command_name(one): one for one in words}
+    assert code == 0 and {"--engine", "openai", "--server", "http://x:8000"} <= {*by_name["data responses"]}
+    trained = configure("train eagle3", by_name["train eagle3"][2:])[1]
+    assert [str(part) for part in trained.data] == [f"{tmp_path}/out/responses*5", "runs/a", "runs/b*0.1"]
+    # What is measured of the slice is what the training holds out.
+    splits = [one[one.index("--split") + 1] for one in words if one[:2] == ["eval", "bench"]]
+    assert splits == ["dev", "dev", "val", "val", "dev"] and trained.val_share == VAL_SHARE
+    assert configure("check", by_name["check"][1:])[1].engine == "vllm"
 
 
 def test_a_head_that_cannot_be_bound_ends_the_script_at_once(tmp_path):

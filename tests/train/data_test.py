@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 import draftsmith
+from draftsmith.data.prompts import run as run_prompts
+from draftsmith.data.stages import PromptsConfig
 from draftsmith.data.store.datasets import open_dataset
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.rows import Rows
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train import data
 from draftsmith.train.config import TrainConfig
@@ -296,3 +300,17 @@ def test_another_kind_is_refused(tmp_path):
         draftsmith.open_dataset(tmp_path)
     with pytest.raises(InputError):
         draftsmith.open_dataset(tmp_path / "nowhere")
+
+
+def test_the_bench_measures_the_prompts_that_a_training_on_their_answers_holds_out(artifacts, tmp_path):
+    # Answers have the hashes of their prompts.
+    assert np.array_equal(open_dataset(artifacts.prompts).hashes, open_dataset(artifacts.responses).hashes)
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"id": f"{i}", "prompt": f"Sort {i} numbers"}) + "\n" for i in range(150)))
+    target = str(artifacts.target)
+    prompts = run_prompts(PromptsConfig(source=str(source), target=target, output=tmp_path / "prompts"))
+    held = {f"{i}" for i in held_out(open_dataset(prompts).hashes, TrainConfig.val_share)[1]}
+    assert 1 < len(held) < 20
+    measured = {split: read_prompts(str(prompts), target, split=split) for split in ("val", "train", "none")}
+    assert {prompt.id for prompt in measured["val"]} == held
+    assert len(measured["train"]) == 150 - len(held) and len(measured["none"]) == 150
