@@ -196,12 +196,14 @@ class Watch:
 
     def verdict(self, alpha: float) -> tuple[int, str]:
         """Return the exit code, and what is said."""
-        if self.evidence is None or self.trouble:
+        if self.evidence is None:
             return UNKNOWN, f"cannot tell: {self.trouble}"
         card, now, bets = self.card.chains[self.length], self.looks[-1], self.evidence
         beside = f"tau {now.tau:.2f}, card {card.tau:.2f}"
         if bets.p_fall <= alpha:
             return BELOW, f"below what was measured (p {bets.p_fall:.1g}): {beside}"
+        if self.trouble:
+            return UNKNOWN, f"cannot tell: {self.trouble}"
         if bets.p_rise <= alpha:
             return 0, f"above what was measured (p {bets.p_rise:.1g}): {beside}"
         least = card.detectable(alpha)
@@ -274,26 +276,31 @@ def run(config: WatchConfig) -> int:
             watch.add(page.time, watch.tally.total, watch.tally.answers)
         add_answers(watch, answers)
         return report(config, watch, costs)
+    if not config.once and add_result():
+        raise InputError("json", "--json without --once", "one look, as a document", "Add --once.")
     server = Server(ServerConfig(server=str(config.server)), "a vLLM, SGLang or llama.cpp server", root=True)
-    watch, first = Watch.open(card, server.url, config.state), True
-    while True:
-        try:
-            page = read_page(server.page("metrics").decode("utf-8", "replace"), time.time())
-        except InputError as error:
-            if first:
-                raise
-            # A server that restarts is no reason to end.
-            log_note(f"{clock()}  {error}")
-        else:
-            note(watch.tally.add(page))
-            watch.add(page.time, watch.tally.total, watch.tally.answers)
-            if config.state is not None:
-                write_json(config.state, watch.to_json(), indent=None)
-            if config.once:
-                return report(config, watch, costs)
+    watch = Watch.open(card, server.url, config.state)
+    look(server, watch, config)
+    try:
+        while not config.once:
             print_text(line(watch, config.alpha))
-        first = False
-        time.sleep(config.interval_s)
+            time.sleep(config.interval_s)
+            try:
+                look(server, watch, config)
+            except InputError as error:  # a server that restarts is no reason to end
+                log_note(f"{clock()}  {error}")
+    except KeyboardInterrupt:
+        log_note("")
+    return report(config, watch, costs)
+
+
+def look(server: Server, watch: Watch, config: WatchConfig) -> None:
+    """Read a server's counters, and keep them."""
+    page = read_page(server.page("metrics").decode("utf-8", "replace"), time.time())
+    note(watch.tally.add(page))
+    watch.add(page.time, watch.tally.total, watch.tally.answers)
+    if config.state is not None:
+        write_json(config.state, watch.to_json(), indent=None)
 
 
 def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
