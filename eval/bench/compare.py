@@ -26,7 +26,7 @@ from draftsmith.eval.bench.results import (
     tokens_per_s,
     totals_of,
 )
-from draftsmith.eval.bench.tables import TITLES, mode
+from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.meta import MEASURE, RESULTS, read_results
 from draftsmith.eval.settings import CompareConfig
@@ -40,7 +40,7 @@ SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "tur
 SAME_SPEED = ("device", "num_threads", "loader")
 SEED = 0  # of the bootstrap
 MARGIN = 0.01  # of A's tau that B may lose and is still not worse
-# What is shown of B in a class; of both runs, the first of these that any class has.
+# What is shown of B in a class; of all classes, the first of these that any has.
 WORSE, NO_VERDICT, BETTER, NOT_WORSE = VERDICTS = ("worse", "no verdict", "better", "not worse")
 TAU_COLUMNS = (
     Column("tau_a", "tau A", ".2f"),
@@ -82,19 +82,20 @@ def run(config: CompareConfig) -> int:
     first, second = (open_bench(path) for path in config.runs)
     check_comparable(first, second)
     about = f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A."
-    notes = [about, *notes_of(first, second)]
-    tables, classes = compare_runs(first, second)
-    for line in notes:
+    for line in (about, *notes_of(first, second)):
         print_text(line)
-    for table in tables:
+    verdicts = list[str]()
+    for table in compare_runs(first, second):
         print_table(table)
         for row in table.rows:
-            if row["method"] != BASELINE and row.get("gain_low") is not None:  # no gains stand in tables of classes
+            if row["method"] != BASELINE and row.get("gain_low") is not None:  # no gains stand in the table of classes
                 print_text(verdict(row))
-    for (temperature, label), rows in itertools.groupby(classes, lambda row: (row["temperature"], row["method"])):
-        print_text(summary(label, temperature, list(rows)))
-    found = min((row["verdict"] for row in classes), key=VERDICTS.index, default=NO_VERDICT)
-    add_result(verdict=found, classes=classes)
+        classes = [row for row in table.rows if "verdict" in row]
+        for label, rows in itertools.groupby(classes, lambda row: row["method"]):
+            print_text(summary(label, list(rows)))
+        verdicts += [row["verdict"] for row in classes]
+    found = min(verdicts, key=VERDICTS.index, default=NO_VERDICT)
+    add_result(verdict=found)
     return {WORSE: 1, NO_VERDICT: 3}.get(found, 0)
 
 
@@ -164,11 +165,11 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     return notes
 
 
-def compare_runs(first: Bench, second: Bench) -> tuple[list[Table], list[Row]]:
-    """Build the tables for each temperature that both runs have, and a row for each class of each method."""
+def compare_runs(first: Bench, second: Bench) -> list[Table]:
+    """Build two tables for each temperature that both runs have: of methods, and of classes of prompts and rounds."""
     same_machine = machine(first.meta) == machine(second.meta)
     clock: ClockName = first.meta["clock"]
-    tables, verdicts = list[Table](), list[Row]()
+    tables = []
     for temperature in (each for each in first.methods if each in second.methods):
         ours, theirs = first.methods[temperature], second.methods[temperature]
         # Later turns follow a run's own answers, which may differ.
@@ -198,13 +199,17 @@ def compare_runs(first: Bench, second: Bench) -> tuple[list[Table], list[Row]]:
         if other:
             note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
-        names, classes = divisions(first.meta, second.meta), list[Row]()
-        for label, a, b in (each for each in matched(ours, theirs) if each[1] != BASELINE):
-            about = {"temperature": temperature, "method": label}
-            classes += [about | row for row in compare_classes(pair(ours[a], theirs[b], other), names)]
-        tables += [by_table(classes, name, temperature) for name in names]
-        verdicts += classes
-    return [table for table in tables if table.rows], verdicts
+        names = divisions(first.meta, second.meta)
+        classes = [
+            {"method": label, **row}
+            for label, a, b in matched(ours, theirs)
+            if a != BASELINE
+            for row in compare_classes(pair(ours[a], theirs[b], other), names)
+        ]
+        columns = [Column("class", "class"), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "B is")]
+        note = f"not worse: at least {1 - MARGIN:g} of A. Intervals hold for all classes of a method at once."
+        tables.append(Table(f"compare-classes-t{temperature:g}", f"tau, {mode(temperature)}", columns, classes, note))
+    return [table for table in tables if table.rows]
 
 
 def divisions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -224,7 +229,8 @@ def compare_classes(pairs: tuple[list[Row], list[Row]], names: Sequence[str]) ->
         parts = [part for part, calls in fewest.items() if not name or calls.sum() >= FEWEST_ROUNDS]
         for part in parts if len(parts) > 1 or not name else ():
             tau_a, tau_b = (float(tokens.sum() / calls.sum()) for tokens, calls in (ours[part], theirs[part]))
-            rows.append({"by": name, "part": part, "tau_a": tau_a, "tau_b": tau_b, "tau": tau_b - tau_a})
+            title = f"{name}={part}" if name else "all prompts"
+            rows.append({"class": title, "tau_a": tau_a, "tau_b": tau_b, "tau": tau_b - tau_a})
             drawn = [resamples.sums(own[part][0]) / resamples.sums(own[part][1]).clip(min=1) for own in (ours, theirs)]
             taus.append(drawn[1] - drawn[0])
             weights.append(fewest[part])
@@ -236,23 +242,13 @@ def compare_classes(pairs: tuple[list[Row], list[Row]], names: Sequence[str]) ->
     return rows
 
 
-def summary(label: str, temperature: float, rows: Sequence[Row]) -> str:
-    """Say on which classes B is better, worse and neither, and on which the intervals leave it open."""
+def summary(label: str, rows: Sequence[Row]) -> str:
+    """Say in which classes B is better, worse and neither, and which the intervals leave open."""
     said: dict[str, list[str]] = {verdict: [] for verdict in (BETTER, WORSE, NOT_WORSE, NO_VERDICT)}
     for row in rows:
-        name = f"{row['by']}={row['part']}" if row["by"] else "all prompts"
         numbers = f" ({row['tau']:+.2f}, {row['tau_ci']})" if row["verdict"] in (BETTER, WORSE) else ""
-        said[row["verdict"]].append(name + numbers)
-    verdicts = "; ".join(f"{verdict} on {', '.join(names)}" for verdict, names in said.items() if names)
-    about = f"not worse: at least {1 - MARGIN:g} of A; intervals hold for all {len(rows)} at once"
-    return f"{label}, {mode(temperature)}: B is {verdicts} ({about})"
-
-
-def by_table(classes: Sequence[Row], name: str, temperature: float) -> Table:
-    """Build the table of tau in the classes of a division."""
-    columns = [Column("part", name), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "B is")]
-    title = f"tau by {TITLES.get(name, name)}, B against A, {mode(temperature)}"
-    return Table(f"compare-{name}-t{temperature:g}", title, columns, [row for row in classes if row["by"] == name])
+        said[row["verdict"]].append(row["class"] + numbers)
+    return f"{label}: B is " + "; ".join(f"{verdict} on {', '.join(names)}" for verdict, names in said.items() if names)
 
 
 def matched(ours: Collection[str], theirs: Collection[str]) -> list[tuple[str, str, str]]:

@@ -61,7 +61,7 @@ def runs(tmp_path) -> tuple[str, str]:
 
 
 def test_ratios_differences_and_intervals_by_hand(runs):
-    (table,), _ = compare_runs(*(open_bench(path) for path in runs))
+    table, _ = compare_runs(*(open_bench(path) for path in runs))
     rows = {row["method"]: row for row in table.rows}
     assert list(rows) == ["ar", "eagle:k=5"]
     row = rows["eagle:k=5"]
@@ -89,11 +89,11 @@ def test_tau_is_compared_in_the_classes_that_both_runs_have(tmp_path):
         write(tmp_path / name, {"ar": answers(20), "spec": answers(rounds)}, settings=settings)
         for name, rounds in (("a", 5), ("b", 10))
     )
-    (_, table), _ = compare_runs(open_bench(first), open_bench(second))
-    assert [(row["part"], row["tau_a"], row["tau_b"]) for row in table.rows] == [
-        ("en", 21 / 6, 21 / 11), ("none", 21 / 6, 21 / 11)
+    _, table = compare_runs(open_bench(first), open_bench(second))
+    assert [(row["class"], row["tau_a"], row["tau_b"]) for row in table.rows[1:]] == [
+        ("language=en", 21 / 6, 21 / 11), ("language=none", 21 / 6, 21 / 11)
     ]  # fmt: skip
-    assert table.rows[0]["tau_ci"] == "-1.59 to -1.59" and table.title.startswith("tau by language, B against A")
+    assert table.rows[0]["tau_ci"] == "-1.59 to -1.59" and table.rows[0]["class"] == "all prompts"
     run(CompareConfig([first, second]))
 
 
@@ -118,7 +118,8 @@ def test_classes_have_verdicts_that_hold_for_all_of_them_at_once(tmp_path, capsy
         return code, json.loads(capsys.readouterr().out)
 
     code, document = compared("open", b)
-    verdicts = {row["part"]: row["verdict"] for row in document["classes"] if row["by"] == "task"}
+    verdicts = {row["class"].removeprefix("task="): row["verdict"] for row in document["tables"][-1]["rows"]}
+    assert verdicts.pop("all prompts") == "no verdict"
     assert verdicts == {"new": "better", "same": "not worse", "mixed": "no verdict", "few": "no verdict"}
     assert code == 3 and document["verdict"] == "no verdict"
     line = document["text"][-1]
@@ -133,7 +134,7 @@ def test_classes_have_verdicts_that_hold_for_all_of_them_at_once(tmp_path, capsy
 def test_the_only_methods_of_two_runs_are_compared_whatever_their_names(tmp_path):
     first = write(tmp_path / "a", {"ar": AR, "mtp:k=5": SLOW})
     second = write(tmp_path / "b", {"ar": AR, "eagle3:k=5": FAST})
-    (table,), _ = compare_runs(open_bench(first), open_bench(second))
+    table, _ = compare_runs(open_bench(first), open_bench(second))
     row = table.rows[1]
     assert row["method"] == "mtp:k=5 (A), eagle3:k=5 (B)" and (row["tau_a"], row["tau_b"]) == (12 / 7, 12 / 6)
 
@@ -145,7 +146,7 @@ def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
         ("threads", {"settings": {**META["settings"], "num_threads": 4}}),
     ):
         second = write(tmp_path / name, {"ar": AR, "spec": FAST}, **changes)
-        (table,), _ = compare_runs(open_bench(first), open_bench(second))
+        table, _ = compare_runs(open_bench(first), open_bench(second))
         titles = [column.title for column in table.columns]
         assert "tokens/s B/A" not in titles and {"speed-up A", "tau B"} <= set(titles)
         assert table.rows[1]["gain"] == pytest.approx(5 / 4) and "speed" not in table.rows[1]
@@ -156,7 +157,7 @@ def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     prompt = BenchPrompt("1", [1, 2], "task", number=1)
     failed = tuple(row_of(prompt, method, 0.0, error="too long") for method in ("ar", "spec"))
     second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
-    (table,), _ = compare_runs(open_bench(first), open_bench(second))
+    table, _ = compare_runs(open_bench(first), open_bench(second))
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"
 
 
@@ -169,7 +170,7 @@ def test_turns_that_follow_other_answers_are_left_out_and_counted(tmp_path):
 
     first = write(tmp_path / "a", {"ar": turns(AR, 7), "spec": turns(SLOW, 7)})
     second = write(tmp_path / "b", {"ar": turns(AR, 8), "spec": turns(FAST, 8)})
-    (table,), _ = compare_runs(open_bench(first), open_bench(second))
+    table, _ = compare_runs(open_bench(first), open_bench(second))
     rows = {row["method"]: row for row in table.rows}
     assert rows["ar"]["equal"] == "3 of 3" and rows["spec"]["equal"] == "1 of 3"
     assert table.note.startswith("3 prompts") and table.note.endswith("in A than in B: 1.")
