@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,7 +92,7 @@ def run(config: CompareConfig) -> int:
                 print_text(verdict(row))
         classes = [row for row in table.rows if "verdict" in row]
         for label, rows in itertools.groupby(classes, lambda row: row["method"]):
-            print_text(summary(label, list(rows)))
+            print_text(summary(label, rows))
         verdicts += [row["verdict"] for row in classes]
     found = min(verdicts, key=VERDICTS.index, default=NO_VERDICT)
     add_result(verdict=found)
@@ -242,7 +242,7 @@ def compare_classes(pairs: tuple[list[Row], list[Row]], names: Sequence[str]) ->
     return rows
 
 
-def summary(label: str, rows: Sequence[Row]) -> str:
+def summary(label: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """Say in which classes B is better, worse and neither, and which the intervals leave open."""
     said: dict[str, list[str]] = {verdict: [] for verdict in (BETTER, WORSE, NOT_WORSE, NO_VERDICT)}
     for row in rows:
