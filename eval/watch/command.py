@@ -308,13 +308,20 @@ def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
     counted = [one for one in answers if one.accepted is not None and one.generated is not None]
     if uncounted := len(answers) - len(counted):
         log_note(f"Answers without counts of their drafts, left out: {uncounted:,}")
+    # A round emits its accepted tokens and one more; the first token comes from the prompt.
+    rounds = [max(0, (one.generated or 0) - 1 - (one.accepted or 0)) for one in counted]
+    # Tokens behind the end count as accepted, and a last round may be without a draft: whole drafts tell their number.
+    mean = sum(one.drafted or 0 for one in counted) / max(1, sum(rounds))
+    length = max(1, round(mean))
     drafts, drafted, accepted = 0, 0, np.zeros(0, int)
-    for number, one in enumerate(counted, start=1):
+    for number, (one, own_rounds) in enumerate(zip(counted, rounds, strict=True), start=1):
         own = np.array(one.by_place or (one.accepted,))
         accepted = own if not len(accepted) else accepted + own
         drafted += one.drafted or 0
-        # A round emits its accepted tokens and one more; the first token comes from the prompt.
-        drafts += max(0, (one.generated or 0) - 1 - (one.accepted or 0)) if one.drafts is None else one.drafts
+        if one.drafts is not None:
+            drafts += one.drafts
+        else:
+            drafts += math.ceil((one.drafted or 0) / length) if mean >= WHOLE * length else own_rounds
         if number % ANSWERS_AT_ONCE == 0 or number == len(counted):
             by_place = tuple(map(int, accepted)) if one.by_place else ()
             watch.add(None, EngineCounts(drafts, drafted, int(accepted.sum()), by_place=by_place), number)

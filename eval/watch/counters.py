@@ -282,10 +282,9 @@ class Tally:
 def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:
     """Read saved pages of metrics, or answers with their own counts, one response or logged request a line.
 
-    llama.cpp's answers say no drafts. A round emits its accepted tokens and one more, and the first token comes from
-    the prompt: an answer of n tokens had n - 1 - accepted rounds, of which the last may be without a draft; one that
-    ends inside a draft had more, as tokens behind the end count as accepted. vLLM's have all counts with
-    --per-request-spec-decode-metrics summary, but for answers that a stop string ended.
+    llama.cpp's answers say no drafts, but their tokens and how many of them were accepted, also behind the end of the
+    answer. vLLM's have all counts with --per-request-spec-decode-metrics summary, but for answers that a stop string
+    ended.
 
     Raises:
         InputError: neither of them, or not all lines.

@@ -96,6 +96,19 @@ def test_saved_pages_say_the_same_as_the_server_and_json_has_the_numbers(head, t
     assert last["p_fall"] == saved["p_fall"] and last["tables"][0]["rows"] == saved["tables"][0]["rows"]
 
 
+def test_drafts_of_answers_that_end_inside_a_draft_are_counted(head, tmp_path, capsys):
+    """llama.cpp says no drafts, and counts tokens behind the end of an answer as accepted."""
+    replies = []
+    for drafts, accepted in zip(CARD.drafts[:60], CARD.accepted.sum(1)[:60], strict=True):
+        counts = {"draft_n": int(PLACES * drafts), "draft_n_accepted": int(accepted)}
+        replies.append({"timings": {"predicted_n": int(1 + drafts + accepted) - 2, **counts}})
+    saved = tmp_path / "answers.jsonl"
+    saved.write_text("".join(json.dumps(reply) + "\n" for reply in replies))
+    assert main(["watch", "--counters", str(saved), "--head", head, "--json"]) == 0
+    served = json.loads(capsys.readouterr().out)["tables"][0]["rows"][1]
+    assert served["answers"] == 60 and served["drafts"] == CARD.drafts[:60].sum()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
