@@ -142,3 +142,26 @@ def test_a_state_of_another_card_and_a_server_that_is_gone_are_refused(head, tmp
         assert "of another card" in capsys.readouterr().err
     finally:
         measure(Path(head), CARD)
+
+
+def test_another_draft_length_is_named_where_it_is_faster_for_what_is_accepted_now(head, tmp_path, capsys):
+    shares = (HEALTHY.accepted.sum(0) / HEALTHY.drafts.sum()).tolist()
+    # Seconds of a round by its drafted tokens, which cost much with one request at once, and little with four.
+    seconds = {1: {0: 1.0, 1: 1.2, 3: 2.0}, 4: {0: 4.0, 1: 4.1, 3: 4.2}}
+    rows = [
+        {
+            **{"requests": load, "num_drafted": k, "p_min": 0.0, "accepted_by_place": shares[:k]},
+            "tokens_per_s": load * (1 + sum(shares[:k])) / own,
+        }
+        for load, by_length in seconds.items()
+        for k, own in by_length.items()
+    ]
+    (tmp_path / "results.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+    assert watched(head, [page(HEALTHY, 1000)], "--served", str(tmp_path)) == 0
+    speeds = {
+        k: (1 + HEALTHY.accepted[:1000].sum(0)[:k].sum() / HEALTHY.drafts[:1000].sum()) / own
+        for k, own in seconds[1].items()
+    }
+    assert max(speeds, key=lambda k: speeds[k]) == 1
+    said = f"Another draft length would be faster: drafts of 1 by {speeds[1] / speeds[3] - 1:.0%} with 1 at once\n"
+    assert said in capsys.readouterr().out
