@@ -43,7 +43,8 @@ def run(config: InspectConfig) -> None:
     print_facts(summary(manifest), f"{manifest.kind} in {config.data}")
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         (row,) = rows.read(number, number + 1)
-        task = f", task {row['task']}" if row.get("task") else ""
+        labels = {"task": row.get("task"), **json.loads(row.get("labels") or "{}")}
+        task = "".join(f", {name} {text}" for name, text in labels.items() if text)
         print_text(Text(without_controls(f"\nrow {number}, id {row['id']}{task}"), "bold"))
         print_row(row, manifest.kind, manifest.directory, tokenizer)
 

@@ -18,8 +18,9 @@ from draftsmith.data.store.manifest import MANIFEST, STARTED, Field
 from draftsmith.data.store.shards import SPLIT, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text import conversations, template
-from draftsmith.data.text.conversations import TEXT_ONLY, Chat, OpenTurns
+from draftsmith.data.text.conversations import LANGUAGE, TEXT_ONLY, Chat, OpenTurns
 from draftsmith.data.text.lengths import cut_to, length_name
+from draftsmith.data.text.logs import NO_ANSWER, num_secrets
 from draftsmith.data.text.masks import answered_ids, check_mask, continued_thought, supervised_ids
 from draftsmith.data.text.self_prompts import open_prompt, opening_rows, written_turns
 from draftsmith.data.text.sources import Row, RowSource, named_split, open_source
@@ -38,7 +39,9 @@ FIELDS = (
     Field("later", "string"),
     Field("template_inputs", "string"),
     Field("turn", "int32"),
+    Field("labels", "string"),
 )
+CUT_OFF = "cut_off"  # why a row is dropped whose recorded answer was cut inside of a thought or a call
 NOT_CUT = "not_cut"  # why a row is dropped that is shorter than each length of --length, or cannot be cut to one
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
@@ -150,8 +153,9 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
         "" if len(sources) == 1 or source.content_ids else prefix
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
-    filters = {"task": config.tasks, "split": named_split(config.split)}
-    allowed = {name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value}
+    filters = [("task", config.tasks), ("split", named_split(config.split)), *config.filters]
+    allowed = [(name, {part.strip() for part in value.split(",")}) for name, value in filters if value]
+    wanted = {name for name, _ in allowed} | {*config.kept} - {LANGUAGE}
     # A data set of one split has no rows to leave out.
     labeled = {"split"} if any(source.split_taken for source in sources) else set()
     selected: list[Place] = []
@@ -164,10 +168,10 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
         source, prefix = sources[number], prefixes[number]
         try:
             row = source.row(index)
-            absent -= row.keys()
-            labeled |= {name for name in allowed if conversations.named_column(row, mapping, name)}
-            names = allowed.keys() - ({"split"} if source.split_taken else set())
-            if not all(conversations.row_label(row, mapping, name) in allowed[name] for name in names):
+            absent = {name for name in absent - row.keys() if conversations.named_value(row, {}, name) is None}
+            labels = {name: conversations.kept_label(row, mapping, name) for name in wanted}
+            labeled |= {name for name, text in labels.items() if text}
+            if not all(labels[name] in values or (name == "split" and source.split_taken) for name, values in allowed):
                 continue
             row_id = conversations.row_label(row, mapping, "id", f"{position:07d}")
             shared |= {row_id} if first_prefix.setdefault(row_id, prefix) != prefix else set()
@@ -187,11 +191,11 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
     # A column that no row has is a mistake in the options, not an empty result.
     if absent:
         raise InputError("columns", min(absent), "a column of the data", "Correct --columns.")
-    for name in allowed.keys() - labeled:
-        remedy = f"Map it (--columns {name}=NAME) or drop the filter."
+    for name in wanted - labeled:
+        remedy = "Correct it, or map a task or split (--columns). What looks like a secret is not read."
         raise InputError(name, "rows without it", f"a column {name}", remedy)
     if not selected:
-        found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
+        found = f"no rows with {', '.join(f'{name} {value}' for name, value in filters if value)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
     return [
         place._replace(id=f"{prefixes[place.source]}{place.id}") if place.id in shared else place for place in selected
@@ -207,8 +211,11 @@ def check_dropped(where: str, error: RowError, config: PromptsConfig) -> None:
 
 def may_drop(error: RowError, config: PromptsConfig) -> bool:
     """Return whether the options allow to drop a row for this reason."""
-    # Of a file some rows are long enough, and the others are no fault.
-    return error.reason == NOT_CUT or (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
+    # Of a file some rows are long enough, of a log some requests are answered, and the others are no fault.
+    return (
+        error.reason in (NOT_CUT, NO_ANSWER, CUT_OFF)
+        or (config.overlong if error.reason == "overlong" else config.invalid) == "drop"
+    )
 
 
 @dataclass(frozen=True)
@@ -247,19 +254,26 @@ class RowEncoder:
         said = to_json([chat.messages, chat.later], "a message")
         if shown := next((token for token in self.media if token in said), None):
             raise RowError(f"text with {shown}, in whose place the target reads an image or sound", TEXT_ONLY, "media")
-        task, inputs = conversations.row_label(row, self.mapping, "task"), {**chat.inputs, **self.dated}
+        inputs = {**chat.inputs, **self.dated}
+        labels = {name: conversations.kept_label(row, self.mapping, name) for name in ("task", *config.kept)}
+        columns = {"task": labels["task"], "labels": to_json({name: labels[name] for name in config.kept}, "a column")}
+        counts["secrets_removed"] += num_secrets(row) if chat.logged else 0
         if config.lengths:
-            rows = self.of_lengths(row_id, chat, inputs)
+            rows = [{**columns, **made} for made in self.of_lengths(row_id, chat, inputs)]
             counts[SPLIT] += len(rows) - 1
             return rows, counts
-        alone = config.supervised and config.turns in ("each", "last")
-        asked = conversations.open_turns(chat, "each" if alone else config.turns)
+        if chat.logged and config.turns == "first":
+            expected = "all: of a logged request the last, as other requests have the turns before it"
+            raise InputError("turns", "first with a logged request", expected, "Leave it out.")
+        turns = "last" if chat.logged else config.turns
+        alone = config.supervised and turns in ("each", "last")
+        asked = conversations.open_turns(chat, "each" if alone else turns)
         if alone:
             learned = set(range(len(chat.messages))).difference(chat.not_learned)
             asked = [turn for turn in asked if len(turn.opening) in learned]
             if not asked:
-                raise RowError("no answer to learn from")
-            asked = asked[-1:] if config.turns == "last" else asked
+                raise RowError("no answer to learn from", reason=NO_ANSWER if chat.logged else "invalid")
+            asked = asked[-1:] if turns == "last" else asked
         elif config.supervised:
             # One row holds all recorded answers.
             asked = asked[:1]
@@ -267,7 +281,7 @@ class RowEncoder:
         for number, turn in enumerate(asked):
             turn_id = f"{row_id}/turn-{turn.turn}" if number else row_id
             try:
-                encoded, used = self.encode_turn(chat, turn, inputs)
+                encoded, used = self.encode_turn(chat, turn, inputs, alone)
             except RowError as error:
                 # Later turns contain the same message, so they fail too.
                 if not rows or not may_drop(error, config):
@@ -275,7 +289,7 @@ class RowEncoder:
                 reason = "beyond_context" if error.reason == "overlong" else "refused_by_template"
                 counts[f"turns_{reason}"] += len(asked) - number
                 break
-            rows.append({"id": turn_id, "task": task, **encoded})
+            rows.append({"id": turn_id, **columns, **encoded})
             prompt = encoded["prompt_ids"]
             if alone and encoded["input_ids"][: len(prompt)] != prompt:
                 counts["prompt_not_shown"] += 1
@@ -302,8 +316,12 @@ class RowEncoder:
             raise RowError(f"fewer tokens than {self.config.lengths[0]:,}, or no message to shorten", reason=NOT_CUT)
         return rows
 
-    def encode_turn(self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs) -> tuple[dict[str, Any], Messages]:
+    def encode_turn(
+        self, chat: Chat, turn: OpenTurns, inputs: TemplateInputs, alone: bool
+    ) -> tuple[dict[str, Any], Messages]:
         """Tokenize what is asked in one turn; return the prompt's fields and the messages that they were made from.
+
+        alone: keep the recorded answer to this turn, not those of the whole chat.
 
         Raises:
             RowError: the template refuses it, it is too long, or has nothing to learn from.
@@ -316,13 +334,17 @@ class RowEncoder:
         length = len(encoded["prompt_ids"]) + 1
         if self.config.supervised:
             # What follows the last answer has nothing to learn from.
-            alone = self.config.turns != "all"
             recorded = chat.messages[: len(turn.opening) + 1] if alone else chat.messages
             used = conversations.up_to_last("assistant", recorded)
             conversations.check_answers(used)
             template.check_length(tokenizer, template.render(tokenizer, used, inputs), self.context)
             if alone:
                 ids, mask = answered_ids(tokenizer, used, inputs, self.ends)
+                if chat.cut and (used[-1].get("tool_calls") or not used[-1]["content"]):
+                    raise RowError("an answer that was cut inside of a thought or a call", reason=CUT_OFF)
+                # The template ends an answer that its model did not end.
+                while chat.cut and (not mask[-1] or ids[-1] in self.ends):
+                    del ids[-1], mask[-1]
             else:
                 ids, mask = supervised_ids(tokenizer, used, inputs, chat.not_learned, self.ends)
             encoded |= {"input_ids": ids, "loss_mask": mask}

@@ -47,6 +47,7 @@ FIELDS = (
     *TEXT_FIELDS,
     Field("ended", "bool"),
     Field("task", "string"),
+    Field("labels", "string"),
 )
 
 

@@ -34,9 +34,9 @@ class PromptsConfig(RemoteCode):
     Attributes:
         source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, embedded:prompts, or one of
             sharegpt, ultrachat, perfectblend, magpie, gsm8k (from the hub); several are separated by commas. Rows are
-            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer). Without
-            prompts: self gives beginnings of user turns, for `data responses` to finish, and the output of that gives
-            the prompts.
+            ShareGPT conversations, OpenAI messages, logged requests (and responses), FastChat turns, Alpaca columns, or
+            prompt (and answer). Without prompts: self gives beginnings of user turns, for `data responses` to finish,
+            and the output of that gives the prompts.
         target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
         output: Directory to write.
         columns: Names of the source's columns if they are not the usual ones: prompt=question,answer=reply,id=key; also
@@ -44,6 +44,10 @@ class PromptsConfig(RemoteCode):
         split: Only this split: of a `datasets` source, or by the rows' column `split`. A slice
             such as train[:1%] or train[100:200] is one of a split, or of a file, which is `train`.
         tasks: Only rows whose column `task` (or `category`) has this value, or one of several separated by commas.
+        where: NAME=VALUE[,VALUE]: only rows whose column has this value, or one of several; repeated for more columns.
+        keep: Columns that prompts and their answers keep for `eval bench --by`, separated by commas: of a row, its
+            metadata, or the request and response that it logs. Dots lead into objects (request.headers.x-route). A
+            `language` that rows lack is detected, with the extra `languages`.
         limit: Only the first so many rows that pass the filters; 0 takes all.
         subset: Configuration name of a `datasets` source.
         turns: Turns that the target answers: all of the user's, each after its own answers to those before; the first;
@@ -70,6 +74,8 @@ class PromptsConfig(RemoteCode):
     columns: str = ""
     split: str | None = None
     tasks: str | None = None
+    where: tuple[str, ...] | None = None
+    keep: str | None = None
     limit: int = 0
     subset: str | None = None
     turns: Turns = "all"
@@ -94,6 +100,22 @@ class PromptsConfig(RemoteCode):
             check_range("length", self.lengths[0], 1)
         if self.supervised and self.source == SELF:
             raise InputError("source", f"{SELF} with --supervised", "prompts with answers", "Leave --supervised out.")
+        if self.source == SELF:
+            check_left_out(self, ("where", "keep"), f"with --source {SELF}", "none: its rows have no columns")
+        _ = self.filters
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the columns to keep."""
+        return [name.strip() for name in (self.keep or "").split(",") if name.strip()]
+
+    @property
+    def filters(self) -> list[tuple[str, str]]:
+        """Columns with the values that rows must have, separated by commas."""
+        pairs = [text.partition("=") for text in self.where or ()]
+        if wrong := [name for name, _, values in pairs if not name.strip() or not values.strip()]:
+            raise InputError("where", wrong[0], "NAME=VALUE[,VALUE]", "For example --where language=de,da.")
+        return [(name.strip(), values) for name, _, values in pairs]
 
     @property
     def lengths(self) -> list[int]:

@@ -16,9 +16,10 @@ ANSWER_ROLES = ("assistant", "gpt")
 CONTENT = ("content", "value", "text", "system_prompt")
 # Names of a call's arguments: OpenAI's, LangChain's, Llama 3's, Anthropic's.
 ARGUMENTS = ("arguments", "args", "parameters", "input")
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 # Parts of a turn, and the keys of each that are read.
 PARTS = {
-    "text": {"type", "text"},
+    **{kind: {"type", "text", "logprobs"} for kind in TEXTS},
     "thinking": {"type", "thinking"},
     "redacted_thinking": {"type", "data"},
     "tool_use": {"type", "id", "name", "input"},

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.data.stages import Turns
-from draftsmith.data.text.agents import EMPTY, openai_tool, openai_turns, parse_json
+from draftsmith.data.text.agents import EMPTY, TEXTS, openai_tool, openai_turns, parse_json
+from draftsmith.data.text.languages import language_of
+from draftsmith.data.text.logs import bodies, is_secret, look_up, read_log
 from draftsmith.data.text.template import Messages, RowError
 from draftsmith.modules.types import InputError
 
@@ -22,7 +24,7 @@ ROLES = {
 }
 # Columns beside the chat: our name -> usual names.
 COLUMNS = {
-    "id": ("id", "question_id", "conversation_id", "prompt_id", "conv_id"),
+    "id": ("id", "custom_id", "response.id", "question_id", "conversation_id", "prompt_id", "conv_id", "request_id"),
     "task": ("task", "category"),
     "split": ("split",),
     "system": ("system", "system_prompt"),
@@ -30,6 +32,7 @@ COLUMNS = {
     "tools": ("tools", "functions"),
     "chat_template_kwargs": ("chat_template_kwargs",),
 }
+LANGUAGE = "language"  # the column that is detected where a row has none
 MAPPABLE = (*COLUMNS, "prompt", "answer", "messages")
 # Keys of a turn that templates read beside role and content; those of reasoning mean the same.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -38,13 +41,15 @@ TURN_KEYS = ("tool_calls", "tool_call_id", "name")
 WEIGHTS = ("weight", "loss", "train")
 READ_KEYS = {"role", "content", *TURN_KEYS, *REASONING, *WEIGHTS}
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "trajectory")
-KNOWN_COLUMNS = "messages, conversations, trajectory, turns, instruction (Alpaca) or prompt"
+KNOWN_COLUMNS = "messages, conversations, trajectory, turns, instruction (Alpaca), prompt, or request (and response)"
 # Where the license of NVIDIA's SPEED-Bench forbids a copy of a text, this stands for it until a script fetches it.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 FETCH = (
     "Fetch the texts with SPEED-Bench's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) or prepare.py "
     "(NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and pass the file that it writes."
 )
+# What LiteLLM and OpenInference write in place of a text, and into one that they shorten.
+REDACTED = re.compile(r"redacted-by-litellm|__REDACTED__|.*\(litellm_truncated ", re.DOTALL)
 SHOWN_CHARS = 200  # of a row, in errors
 # Columns of rows, keys of turns and types of their parts that hold images, videos and sound.
 MEDIA = re.compile(r"(input_)?(image|img|picture|photo|video|audio)s?(_(url|path|file|\d+))*|pixel_values")
@@ -66,7 +71,7 @@ class Chat:
 
     later: texts of later user turns without recorded answers, unchecked. inputs: what the template reads beside the
     messages. not_learned: numbers of messages whose answers have weight 0. ignored: names of fields that say something
-    and are not read.
+    and are not read. logged: a request of a log, the last answer is its own. cut: that ends before its model ended it.
     """
 
     messages: Messages
@@ -74,6 +79,8 @@ class Chat:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     not_learned: tuple[int, ...] = ()
     ignored: frozenset[str] = frozenset()
+    logged: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,36 +106,53 @@ def parse_columns(text: str) -> dict[str, str]:
     mapping: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         ours, separator, theirs = pair.partition("=")
-        if not separator or ours not in MAPPABLE or not theirs:
+        if not separator or ours not in MAPPABLE or not theirs or is_secret(theirs):
             expected = f"NAME=COLUMN with NAME one of {', '.join(MAPPABLE)}"
             raise InputError("columns", pair, expected, "For example --columns prompt=question.")
         mapping[ours] = theirs
     return mapping
 
 
-def named_column(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str | None:
-    """Return the column of a row that holds one of COLUMNS; None if it has none."""
-    candidates = (mapping[name],) if name in mapping else COLUMNS[name]
-    return next((column for column in candidates if row.get(column) is not None), None)
-
-
 def row_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return a row's `id`, `task` or `split` as a string; RowError as `column_text`."""
-    column = named_column(row, mapping, name)
-    return default if column is None else column_text(row, column)
-
-
-def column_text(row: Mapping[str, Any], column: str) -> str:
-    """Return a row's value of a column as a string, empty if it has none.
+    """Return a row's `id`, `task`, `split` or any other column as a string, empty if it looks like a secret.
 
     Raises:
         RowError: it is a list or an object.
     """
-    value = row.get(column)
+    value, column = named_value(row, mapping, name), mapping.get(name, name)
     if isinstance(value, list | tuple | Mapping):
         remedy = "Write its value as text, or name another column."
-        raise RowError(f"{value!r:.60} in column {column}, which is no text and no number", remedy)
-    return "" if value is None else well_formed(str(value), column)
+        raise RowError(f"a {type(value).__name__} in column {column}, which is no text and no number", remedy)
+    text = "" if value is None else str(value).lower() if isinstance(value, bool) else well_formed(str(value), column)
+    return default if not text or is_secret(column, text) else text
+
+
+def kept_label(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> str:
+    """Return `row_label`; for a row without a `language` that of its answer, or of its last question.
+
+    Raises:
+        RowError: as `row_label`; no chat.
+        InputError: a language is to be detected, without the extra `languages`.
+    """
+    text = row_label(row, mapping, name)
+    if text or name != LANGUAGE:
+        return text
+    messages = read_chat(row, mapping).messages
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    said += [messages[-1]["content"]] if messages[-1]["role"] == "assistant" else []
+    return language_of(next(filter(None, reversed(said)), ""))
+
+
+def named_value(row: Mapping[str, Any], mapping: Mapping[str, str], name: str) -> Any:
+    """Return a row's value under one of the usual names of COLUMNS, or of any other column; None if it has none.
+
+    That may be the row's, its metadata's, or those of a logged request or its response; dots lead into objects.
+    """
+    if name in COLUMNS and name not in mapping:
+        return next((value for column in COLUMNS[name] if (value := look_up(row, column)) is not None), None)
+    columns = [name := mapping.get(name, name), f"metadata.{name}"]
+    found = (look_up(part, column) for part in itertools.chain([row], bodies(row) or ()) for column in columns)
+    return next((value for value in found if value is not None), None)
 
 
 def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> tuple[str, str]:
@@ -159,6 +183,20 @@ def chat_shape(row: Mapping[str, Any], mapping: Mapping[str, str]) -> tuple[str,
 
 
 def read_chat(row: Mapping[str, Any], mapping: Mapping[str, str], between: str = "\n") -> Chat:
+    """Read the chat of a row, which may be a logged request with its answer. Else as `read_row`."""
+    logged = None if {"prompt", "messages"} & mapping.keys() else read_log(row)
+    if logged is None:
+        return read_row(row, mapping, between)
+    as_row, cut, names = logged
+    chat = read_row(as_row, {}, between)
+    # What users said one after the other is one request, and earlier answers belong to other requests.
+    messages = [*chat.messages, *({"role": "user", "content": text} for text in chat.later)]
+    earlier = tuple(i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant")
+    ignored = chat.ignored.union(name if name.isidentifier() else "fields" for name in names)
+    return replace(chat, messages=messages, later=(), not_learned=earlier, ignored=ignored, logged=True, cut=cut)
+
+
+def read_row(row: Mapping[str, Any], mapping: Mapping[str, str], between: str = "\n") -> Chat:
     """Read the chat of a row. between: see `part_separator`.
 
     Answers may be empty, as where a call of a tool is all that is said: `check_answers` refuses them where they are
@@ -304,8 +342,7 @@ def _prompt(row: Mapping[str, Any], mapping: Mapping[str, str], shape: str, colu
 
 def _beside(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
     """Return what a row says in columns beside its chat; lists and objects may be written as JSON."""
-    columns = {name: named_column(row, mapping, name) for name in READABLE}
-    values = {name: row[column] for name, column in columns.items() if column is not None}
+    values = {name: named_value(row, mapping, name) for name in READABLE}
     values = {name: value if name == "system" else parse_json(value) for name, value in values.items()}
     return {name: value for name, value in values.items() if value not in EMPTY and not str(value).isspace()}
 
@@ -373,7 +410,7 @@ def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
     for part in content:
         # Of OpenAI a part names its type, of DashScope it is a field.
         _check_text_only({part["type"]: part} if "type" in part else part) if isinstance(part, Mapping) else None
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+    if not all(isinstance(part, Mapping) and part.get("type") in TEXTS for part in content):
         raise RowError("a turn holds something other than text")
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
@@ -404,6 +441,8 @@ def _filled(value: Any, what: str) -> str:
         raise RowError(f"{what} has no text")
     if value.startswith(PLACEHOLDER):
         raise RowError(f"{what} is a placeholder ({PLACEHOLDER} ...)", FETCH)
+    if REDACTED.match(value):
+        raise RowError(f"{what} was redacted or shortened where it was logged", "Log whole texts.", "redacted")
     return well_formed(value, what)
 
 

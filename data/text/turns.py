@@ -127,7 +127,7 @@ class Conversation:
             self.counts[SPLIT] += 1
         row_id = self._prompt_row["id"] if self.turn == self._first else f"{self._prompt_row['id']}/turn-{self.turn}"
         row = {"id": row_id, "input_ids": list(prompt), "loss_mask": [False] * len(prompt), "turn": self.turn}
-        row |= {"ended": False, "task": self._prompt_row["task"]}
+        row |= {"ended": False, "task": self._prompt_row["task"], "labels": self._prompt_row.get("labels")}
         self.rows.append(row)
         return row
 

@@ -17,7 +17,7 @@ from draftsmith.data.stages import PromptsConfig, Turns
 from draftsmith.data.store.datasets import is_held_out, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.conversations import column_text, row_label
+from draftsmith.data.text.conversations import row_label
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import RowError, TemplateInputs, follow_answer, load_chat_tokenizer
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
@@ -154,15 +154,15 @@ def artifact_rows(directory: Path, target: Checkpoint, turns: Turns, columns: Se
         if ours != theirs:
             found = f"{directory} made with chat template {theirs}"
             raise InputError("data", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
-    rows = Rows(manifest).iterate()
-    yield from with_labels(({"split": "", **row} for row in rows), directory, columns)
+    yield from with_labels(({"split": "", **row} for row in Rows(manifest).iterate()), directory, columns)
 
 
 def with_labels(rows: Iterable[Row], directory: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield rows of an artifact with their `labels`, the values of these columns."""
+    """Yield rows of an artifact with their `labels`, the values of these columns: its own, or that `--keep` kept."""
     for row in rows:
+        columns_of_row = {**row, **json.loads(row.get("labels") or "{}")}
         with row_errors(str(directory), "a column of text or numbers"):
-            labels = {name: column_text(row, name) for name in columns}
+            labels = {name: row_label(columns_of_row, {}, name) for name in columns}
         yield {**row, "labels": labels}
 
 
@@ -194,7 +194,7 @@ def chat_rows(
                 continue
             rows, _ = encoder.encode(row_label(raw, {}, "id", str(number)), raw)
         with row_errors(opened.where(number), "a column of text or numbers"):
-            own["labels"] = {name: column_text(raw, name) for name in columns}
+            own["labels"] = {name: row_label(raw, {}, name) for name in columns}
         yield from ({**row, **own} for row in rows)
 
 
@@ -202,7 +202,7 @@ def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) ->
     """Raise InputError for a column that none of the rows has."""
     for name in columns:
         if not any(own[name] for own in labels):
-            remedy = "Correct it. Of an artifact, data prompts --columns task=NAME keeps a column as the task."
+            remedy = "Correct it. In an artifact are the columns that data prompts --keep keeps."
             raise InputError("by", name, "context, turn, kind, task, or a column of the rows", remedy)
 
 
