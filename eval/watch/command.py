@@ -283,7 +283,6 @@ def run(config: WatchConfig) -> int:
     look(server, watch, config)
     try:
         while not config.once:
-            print_text(line(watch, config.alpha))
             time.sleep(config.interval_s)
             try:
                 look(server, watch, config)
@@ -295,12 +294,14 @@ def run(config: WatchConfig) -> int:
 
 
 def look(server: Server, watch: Watch, config: WatchConfig) -> None:
-    """Read a server's counters, and keep them."""
+    """Read a server's counters, keep them, and print their line."""
     page = read_page(server.page("metrics").decode("utf-8", "replace"), time.time())
     note(watch.tally.add(page))
     watch.add(page.time, watch.tally.total, watch.tally.answers)
     if config.state is not None:
         write_json(config.state, watch.to_json(), indent=None)
+    if not config.once:
+        print_text(line(watch, config.alpha))
 
 
 def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
