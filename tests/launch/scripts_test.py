@@ -100,11 +100,12 @@ def test_a_target_without_an_mtp_module_is_refreshed_without_one(tmp_path):
 
 
 def test_a_slice_that_a_server_answers_is_joined_with_the_old_data(tmp_path):
-    given = {"OLD_DATA": "runs/a runs/b*0.1", "WEIGHT": "5"}
+    given = {"OLD_DATA": "runs/a runs/b*0.1", "WEIGHT": "5", "WHERE": "a=x b=z"}
     given |= {"SERVER": "http://x:8000", "ENGINE": "vllm", "SPLIT": "dev"}
     code, words = commands(tmp_path, "examples/refresh.sh", {**REFRESH, **given})
     by_name = {command_name(one): one for one in words}
     assert code == 0 and {"--engine", "openai", "--server", "http://x:8000"} <= {*by_name["data responses"]}
+    assert list(configure("data prompts", by_name["data prompts"][2:])[1].where) == ["a=x", "b=z"]
     trained = configure("train eagle3", by_name["train eagle3"][2:])[1]
     assert [str(part) for part in trained.data] == [f"{tmp_path}/out/responses*5", "runs/a", "runs/b*0.1"]
     # What is measured of the slice is what the training holds out.
