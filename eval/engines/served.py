@@ -429,6 +429,8 @@ def write_schedules(config: ServedConfig, rows: Sequence[Mapping[str, Any]]) -> 
         part = "" if context == ALL else f"-{context.replace(' ', '-')}"
         content[f"vllm-schedule{part}.json"] = vllm_config(ranges(best_lengths(drafting)))
         content[f"sglang-schedule{part}.json"] = sglang_config(ranges(best_lengths(seconds)))
+    for earlier in config.output.glob("*-schedule-*.json"):
+        earlier.unlink()  # of other contexts, measured before --again
     for name, schedule in content.items():
         write_json(config.output / name, schedule, indent=None)
     return content

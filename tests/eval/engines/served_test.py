@@ -299,6 +299,8 @@ def test_a_sweep_of_vllm_writes_the_schedules(tmp_path, monkeypatch, capsys):
 
 def test_each_context_is_measured_alone_and_has_its_schedule(tmp_path, monkeypatch, capsys):
     """Short prompts at 4 at once: 12 / 1.8 with K = 1, 20 / 2.5 with 3; long ones 48 / 1.8 and 56 / 2.5."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/vllm-schedule-from-4k.json").write_text("{}")  # of an earlier run with other contexts
     content = sweep(monkeypatch, tmp_path, [9, 1024, 9, 9000] * 4, [0, 1, 3], contexts="1k")
     written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*-schedule*.json")}
     assert written == content["schedules"] and len(written) == 6
