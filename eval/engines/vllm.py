@@ -121,8 +121,9 @@ class VllmClient:
             raise InputError("server", f"prompt {number}: {error}", "an answer", READ_LOG) from error
 
         after = self._counted(before, 1)
-        if (finished := _finished(before, after)) != 1:
-            found = f"{finished} requests counted where one was sent"
+        asked = (after.finished or 0) - (before.finished or 0)
+        if asked != 1:
+            found = f"{asked} requests counted where one was sent"
             raise InputError("server", found, "a server that nobody else asks", "Ask again when it is idle.")
         return EngineAnswer(tuple(turn.tokens), _since(before, after))
 
@@ -134,7 +135,7 @@ class VllmClient:
         """Wait until the server has counted so many more answers, and return its counts."""
         until = time.monotonic() + COUNTED_S
         after = self.counts()
-        while _finished(before, after) < num_answers and time.monotonic() < until:
+        while (after.finished or 0) < (before.finished or 0) + num_answers and time.monotonic() < until:
             time.sleep(0.02)
             after = self.counts()
         return after
@@ -169,10 +170,6 @@ class VllmClient:
         body = {"model": self._model, "messages": [{"role": "user", "content": text}]}
         tokens: list[int] = self._server.json("tokenize", {"tokens": [int]}, body)["tokens"]
         return tokens
-
-
-def _finished(before: EngineCounts, after: EngineCounts) -> int:
-    return (after.finished or 0) - (before.finished or 0)
 
 
 def _since(before: EngineCounts, after: EngineCounts) -> Counts:
