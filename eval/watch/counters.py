@@ -33,15 +33,17 @@ METRICS = {
     "llamacpp": DRAFTS | {"tokens_predicted": "generated"},
     "": {"process_start_time_seconds": "started"},
 }
-SERIES = re.compile(r'((?:(\w+):)?(\w+?)(?:_total)?(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+).*')
+SERIES = re.compile(r'((?:(\w+):)?(\w+?)(?:_total)?\s*(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+).*')
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COUNT = re.compile(r"\d{1,20}(?:\.\d*)?(?:e\+?\d\d?)?")
 TIME = re.compile(r"# time (\d+(?:\.\d*)?)")
 PARTS = {"position", "finished_reason", "is_streaming", "priority"}  # all other labels tell engines apart
+MANY = 100  # drafts whose mean length is compared, or that are many times the rounding
 TRIAL = 10  # looks without counts after a fall that nothing explains; a second fall among them shows several servers
 
 PROCESS = {"name": str, "last": {"*": int}, "sums": {"*": int}, "answers": int, "trial": int}
-STATE = {"server": str, "system": str, "time": (float, None), "processes": {"*": PROCESS}, "present": [str]}
+STATE = {"server": str, "system": str, "time": (float, None), "processes": {"*": PROCESS}}
+STATE |= {"present": [str], "lengths": [int]}
 ANSWER = {"timings": {"predicted_n": int, "draft_n?": int, "draft_n_accepted?": int}}
 
 Counts = dict[str, int]  # field of EngineCounts, or place in the draft -> count
@@ -97,15 +99,13 @@ class Snapshot:
     def total(self) -> EngineCounts:
         return EngineCounts.of(self.engines.values())
 
-    def add(self, system: str, kind: str, labels: dict[str, str], value: float) -> None:
+    def add(self, system: str, metric: str, labels: dict[str, str], value: float) -> None:
         """Add a series."""
         if not system:
             self.started = value
             return
-        if self.system not in ("", system):
-            raise InputError("server", f"metrics of {self.system} and {system}", "those of one system", READ_LOG)
-        self.system = system
         name = ", ".join(f"{label}={labels[label]}" for label in sorted(labels.keys() - PARTS)) or system
+        kind = METRICS[system][metric]
         place = labels.get("position", "0") if kind == "by_place" else kind
         self.engines[name] = plus(self.engines.get(name, {}), {place: int(value)})
 
@@ -129,14 +129,19 @@ def read_pages(text: str, time: float | None = None) -> Iterator[Snapshot]:
     for line in [*map(str.strip, text.splitlines()), "# time 0"]:
         stamp, series = TIME.fullmatch(line), SERIES.fullmatch(line)
         if stamp or (series and series[1] in names):
-            if page.engines:
+            if page.system:
                 yield page
             page, names = Snapshot(float(stamp[1]) if stamp else None), set()
-        if series and series[3] in METRICS.get(series[2] or "", {}):
+        if series is None or (system := series[2] or "") not in METRICS:
+            continue
+        if system and page.system not in ("", system):
+            raise InputError("server", f"metrics of {page.system} and {system}", "those of one system", READ_LOG)
+        page.system = system or page.system
+        if series[3] in METRICS[system]:
             labels = dict(LABEL.findall(series[1]))
             if not COUNT.fullmatch(series[4]) or not COUNT.fullmatch(labels.get("position", "0")):
                 raise InputError("server", line[:SHOWN_CHARS], "counts", READ_LOG)
-            page.add(series[2] or "", METRICS[series[2] or ""][series[3]], labels, float(series[4]))
+            page.add(system, series[3], labels, float(series[4]))
             names.add(series[1])
 
 
@@ -154,17 +159,16 @@ class Process:
     answers: int = 0
     trial: int = 0
 
-    def add(self, counts: Counts) -> str:
-        """Count what came since the last look; return what a reader must know of it."""
-        change, places = plus(counts, self.last, -1), [EngineCounts.of([one]).by_place for one in (counts, self.last)]
-        change.pop("running", None)
-        if all(places) and len(places[0]) != len(places[1]):
-            self.last, self.sums, self.answers = counts, {}, 0
-            return f"drafts of {len(places[0])} tokens, {len(places[1])} before: counts begin anew"
+    def add(self, counts: Counts, least: int = 0) -> str:
+        """Count what came since the last look; return what a reader must know. least: drafts that must have come."""
         if missing := sorted(self.last.keys() - counts.keys()):
             return f"no count of {', '.join(missing)}; nothing is counted until it is back"
+        change = {name: count for name, count in plus(counts, self.last, -1).items() if name != "running"}
+        fell = min(change.values(), default=0) < 0
+        if not fell and change.get("drafts", 0) < least:
+            return ""
         self.last = counts
-        if self.trial >= 0 and min(change.values()) < 0:
+        if fell and self.trial >= 0:
             self.trial = -1 if self.trial else TRIAL
             if self.trial < 0:
                 return "counts fall again: several servers answer in turn. None is counted; watch each by itself"
@@ -172,9 +176,11 @@ class Process:
         if self.trial:
             self.trial -= self.trial > 0
             return ""
+        length, mean = (one.get("drafted", 0) / max(one.get("drafts", 0), 1) for one in (change, self.sums))
         self.sums = plus(self.sums, change)
         self.answers = max(self.answers, self.sums.get("finished", 0) + counts.get("running", 0))
-        return ""
+        moved = mean and change.get("drafts", 0) >= MANY and abs(length - mean) > 0.5
+        return f"drafts of {length:.1f} tokens, {mean:.1f} before" if moved else ""
 
 
 @dataclass
@@ -190,6 +196,7 @@ class Tally:
     time: float | None = None
     processes: dict[str, Process] = field(default_factory=dict)
     present: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
     @property
     def drafting(self) -> list[Process]:
@@ -215,19 +222,26 @@ class Tally:
         if self.system not in ("", snapshot.system):
             raise InputError("server", snapshot.system, self.system, "Delete the state file to begin anew.")
         notes = [f"{name}: gone" for name in self.present if name not in snapshot.engines]
+        lengths = sorted({sum(map(str.isdecimal, counts)) for counts in snapshot.engines.values()} - {0})
+        if self.lengths and lengths and lengths != self.lengths:
+            notes.append(f"drafts of {lengths} tokens, {self.lengths} before: counts begin anew")
+            self.processes, self.present = {}, []
+        if len(lengths) > 1:
+            notes.append(f"engines that draft {lengths} tokens: their sums are no measure of one draft length")
         for name, counts in snapshot.engines.items():
             key = f"{name} since {snapshot.started}"
             if key not in self.processes:
                 known = any(own.name == name for own in self.processes.values())
                 new = self.time is not None and (snapshot.started or 0.0) > self.time
                 self.processes[key] = Process(name, {} if new else counts)
-                said = "restarted; what it counted after the last look is lost"
-                if not new:
-                    said = "another server answers at this address; each is counted by itself"
+                said = "restarted; its last counts are lost" if new else "another process; each is counted by itself"
                 notes += [f"{name}: {said if known else 'a new engine'}"] if self.present else []
-            note = self.processes[key].add(counts)
+                notes += [f"{name}: counts no drafts so far"] if "drafts" not in counts else []
+            rounding = 10 ** (len(str(counts.get("drafts", 0))) - 6) if snapshot.system == "llamacpp" else 0
+            note = self.processes[key].add(counts, MANY * rounding if rounding > 1 else 0)
             notes += [f"{name}: {note}"] if note else []
         self.time, self.system, self.present = snapshot.time, snapshot.system, list(snapshot.engines)
+        self.lengths = lengths or self.lengths
         return notes
 
     def to_json(self) -> dict[str, Any]:
@@ -246,7 +260,7 @@ class Tally:
         if misfit:
             raise InputError("state", *misfit, "Delete it, or name another one.")
         processes = {key: Process(**{name: own[name] for name in PROCESS}) for key, own in content["processes"].items()}
-        return cls(server, content["system"], content["time"], processes, content["present"])
+        return cls(server, content["system"], content["time"], processes, content["present"], content["lengths"])
 
 
 def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:
@@ -267,9 +281,7 @@ def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:
             reply = row.get("response", row)
             for found, wanted in misfits(reply, ANSWER):
                 raise InputError(str(path), f"answer {len(answers) + 1}: {found}", wanted, "Leave it out.")
-            counts, generated = (
-                [reply["timings"].get(name, 0) for name in ("draft_n", "draft_n_accepted")],
-                reply["timings"]["predicted_n"],
-            )
-            answers.append(EngineCounts(None, *counts, 1, generated=generated))
+            own = reply["timings"]
+            drafted, accepted = own.get("draft_n", 0), own.get("draft_n_accepted", 0)
+            answers.append(EngineCounts(None, drafted, accepted, finished=1, generated=own["predicted_n"]))
     return pages, answers
