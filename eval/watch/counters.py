@@ -38,12 +38,12 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COUNT = re.compile(r"\d{1,20}(?:\.\d*)?(?:e\+?\d\d?)?")
 TIME = re.compile(r"# time (\d+(?:\.\d*)?)")
 PARTS = {"position", "finished_reason", "is_streaming", "priority"}  # all other labels tell engines apart
-MANY = 100  # drafts whose mean length is compared, or that are many times the rounding
+MANY = 100  # times the rounding that new drafts must be
 TRIAL = 10  # looks without counts after a fall that nothing explains; a second fall among them shows several servers
 
-PROCESS = {"name": str, "last": {"*": int}, "sums": {"*": int}, "answers": int, "trial": int}
-STATE = {"server": str, "system": str, "time": (float, None), "processes": {"*": PROCESS}}
-STATE |= {"present": [str], "lengths": [int]}
+PROCESS = {"name": str, "last": {"*": int}, "before": {"*": int}, "answers": int, "trial": int}
+STATE = {"server": str, "system": str, "time": (float, None), "places": int, "present": [str]}
+STATE |= {"processes": {"*": PROCESS}}
 ANSWER = {"timings": {"predicted_n": int, "draft_n?": int, "draft_n_accepted?": int}}
 
 Counts = dict[str, int]  # field of EngineCounts, or place in the draft -> count
@@ -147,45 +147,46 @@ def read_pages(text: str, time: float | None = None) -> Iterator[Snapshot]:
 
 @dataclass
 class Process:
-    """What was counted of an engine's process since the watch began.
+    """What an engine's process has counted since it started.
 
-    name: labels of the engine. answers: whose drafts are counted. trial: looks that are not counted yet after an
-    unexplained fall; -1: several servers, of which none is counted.
+    name: labels of the engine. before: counts of earlier processes that nothing tells apart from this one. answers:
+    whose drafts are counted. trial: looks that are not counted yet after an unexplained fall; -1: several servers, of
+    which none is counted.
     """
 
     name: str
-    last: Counts
-    sums: Counts = field(default_factory=dict)
+    last: Counts = field(default_factory=dict)
+    before: Counts = field(default_factory=dict)
     answers: int = 0
     trial: int = 0
 
-    def add(self, counts: Counts, least: int = 0) -> str:
-        """Count what came since the last look; return what a reader must know. least: drafts that must have come."""
+    @property
+    def counts(self) -> Counts:
+        """Sums since the start of the first process."""
+        counted = self.before if self.trial else plus(self.before, self.last)
+        return {name: count for name, count in counted.items() if name != "running"}
+
+    def add(self, counts: Counts, least: int) -> str:
+        """Take in the counts so far; return what a reader must know. least: drafts that must be new."""
         if missing := sorted(self.last.keys() - counts.keys()):
             return f"no count of {', '.join(missing)}; nothing is counted until it is back"
-        change = {name: count for name, count in plus(counts, self.last, -1).items() if name != "running"}
-        fell = min(change.values(), default=0) < 0
-        if not fell and change.get("drafts", 0) < least:
-            return ""
-        self.last = counts
-        if fell and self.trial >= 0:
-            self.trial = -1 if self.trial else TRIAL
-            if self.trial < 0:
+        if any(counts[name] < count for name, count in self.last.items() if name != "running"):
+            self.before, self.last, again = self.counts, counts, self.trial != 0
+            self.trial = -1 if again else TRIAL
+            if again:
                 return "counts fall again: several servers answer in turn. None is counted; watch each by itself"
-            return f"counts fell: a restart, or another server. The next {TRIAL} looks are not counted"
-        if self.trial:
+            return f"counts fell: a restart, or another server. The next {TRIAL} looks are not counted yet"
+        if counts.get("drafts", 0) - self.last.get("drafts", 0) >= least:
+            self.last = counts
             self.trial -= self.trial > 0
-            return ""
-        length, mean = (one.get("drafted", 0) / max(one.get("drafts", 0), 1) for one in (change, self.sums))
-        self.sums = plus(self.sums, change)
-        self.answers = max(self.answers, self.sums.get("finished", 0) + counts.get("running", 0))
-        moved = mean and change.get("drafts", 0) >= MANY and abs(length - mean) > 0.5
-        return f"drafts of {length:.1f} tokens, {mean:.1f} before" if moved else ""
+            running = 0 if self.trial else counts.get("running", 0)
+            self.answers = max(self.answers, self.counts.get("finished", 0) + running)
+        return ""
 
 
 @dataclass
 class Tally:
-    """What a server counted since the watch began, across restarts.
+    """What a server counted since its start, across restarts.
 
     A process of an engine is known by its labels and its start time: restarts, and replicas that answer in turn behind
     one address, are each counted by themselves. Without a start time only a counter that falls shows them.
@@ -194,9 +195,9 @@ class Tally:
     server: str
     system: str = ""
     time: float | None = None
-    processes: dict[str, Process] = field(default_factory=dict)
+    places: int = 0  # of drafts
     present: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    processes: dict[str, Process] = field(default_factory=dict)
 
     @property
     def drafting(self) -> list[Process]:
@@ -205,7 +206,7 @@ class Tally:
 
     @property
     def total(self) -> EngineCounts:
-        return EngineCounts.of(own.sums for own in self.drafting)
+        return EngineCounts.of(own.counts for own in self.drafting)
 
     @property
     def answers(self) -> int | None:
@@ -214,7 +215,7 @@ class Tally:
         return sum(own.answers for own in self.drafting) if known else None
 
     def add(self, snapshot: Snapshot) -> list[str]:
-        """Count what came since the last look; return in sentences what a reader must know of it.
+        """Take in a page; return in sentences what a reader must know of it.
 
         Raises:
             InputError: it is of another system.
@@ -222,26 +223,25 @@ class Tally:
         if self.system not in ("", snapshot.system):
             raise InputError("server", snapshot.system, self.system, "Delete the state file to begin anew.")
         notes = [f"{name}: gone" for name in self.present if name not in snapshot.engines]
-        lengths = sorted({sum(map(str.isdecimal, counts)) for counts in snapshot.engines.values()} - {0})
-        if self.lengths and lengths and lengths != self.lengths:
-            notes.append(f"drafts of {lengths} tokens, {self.lengths} before: counts begin anew")
+        places = len(snapshot.total.by_place)
+        if self.places and places and places != self.places:
+            notes.append(f"drafts of {places} tokens, {self.places} before: counts begin anew")
             self.processes, self.present = {}, []
-        if len(lengths) > 1:
-            notes.append(f"engines that draft {lengths} tokens: their sums are no measure of one draft length")
         for name, counts in snapshot.engines.items():
             key = f"{name} since {snapshot.started}"
             if key not in self.processes:
                 known = any(own.name == name for own in self.processes.values())
                 new = self.time is not None and (snapshot.started or 0.0) > self.time
-                self.processes[key] = Process(name, {} if new else counts)
                 said = "restarted; its last counts are lost" if new else "another process; each is counted by itself"
                 notes += [f"{name}: {said if known else 'a new engine'}"] if self.present else []
                 notes += [f"{name}: counts no drafts so far"] if "drafts" not in counts else []
-            rounding = 10 ** (len(str(counts.get("drafts", 0))) - 6) if snapshot.system == "llamacpp" else 0
+                self.processes[key] = Process(name)
+            # llama.cpp writes six digits of its sums.
+            rounding = 10 ** max(len(str(counts.get("drafts", 0))) - 6, 0) if self.system == "llamacpp" else 1
             note = self.processes[key].add(counts, MANY * rounding if rounding > 1 else 0)
             notes += [f"{name}: {note}"] if note else []
         self.time, self.system, self.present = snapshot.time, snapshot.system, list(snapshot.engines)
-        self.lengths = lengths or self.lengths
+        self.places = places or self.places
         return notes
 
     def to_json(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Tally:
         if misfit:
             raise InputError("state", *misfit, "Delete it, or name another one.")
         processes = {key: Process(**{name: own[name] for name in PROCESS}) for key, own in content["processes"].items()}
-        return cls(server, content["system"], content["time"], processes, content["present"], content["lengths"])
+        return cls(**{name: content[name] for name in STATE} | {"processes": processes})
 
 
 def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:

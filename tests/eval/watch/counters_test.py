@@ -105,12 +105,12 @@ def watched(*pages: str) -> tuple[Tally, list[str]]:
     return tally, notes
 
 
-def test_vllm_counts_between_two_pages():
+def test_vllm_counts_until_a_page():
+    tally, notes = watched(VLLM)
+    assert not notes and tally.answers == 9 + 4  # four run
     tally, notes = watched(VLLM, changed(VLLM, AFTER))
-    assert not notes
-    assert tally.total == EngineCounts(433, 1299, 533, 16, generated=956, by_place=(263, 156, 114))
-    assert tally.answers == 16  # four of them ran already
-    assert watched(VLLM)[0].answers == 4
+    assert tally.total == EngineCounts(721, 2163, 810, 25, generated=1532, by_place=(409, 237, 164))
+    assert not notes and tally.answers == 25
 
 
 def test_llamacpp_counts_what_its_answers_do(tmp_path: Path):
@@ -165,22 +165,23 @@ def test_what_is_no_page_of_one_server_is_one_line(page, said):
 def test_a_restarted_process_counts_from_zero_and_its_running_answers_stay_counted():
     tally, notes = watched(vllm(100, started=1.0), vllm(300, started=1.0), vllm(50, started=250.0))
     assert "restarted" in notes[0]
-    assert (tally.total.drafts, tally.total.accepted) == (250, 150 + 37)
-    assert tally.answers == (20 + 1) + (5 + 1)
+    assert (tally.total.drafts, tally.total.accepted) == (350, 225 + 37)
+    assert tally.answers == (30 + 1) + (5 + 1)
 
 
 def test_replicas_that_answer_in_turn_are_each_counted():
     pages = [vllm(100, started=1.0), vllm(9000, started=2.0), vllm(130, started=1.0), vllm(9050, started=2.0)]
     tally, notes = watched(*pages)
-    assert tally.total.drafts == 30 + 50 and not notes
+    assert tally.total.drafts == 130 + 9050 and not notes
     assert "another process" in watched(*pages[:2])[1][0]
 
 
-def test_without_a_start_time_a_fall_is_not_counted_and_a_second_one_ends_all_counting():
-    fallen = [vllm(1000), vllm(1100), vllm(40), *(vllm(50 + n) for n in range(TRIAL))]
-    tally, notes = watched(*fallen[:3])
-    assert "counts fell" in notes[0] and tally.total.drafts == 100
-    assert watched(*fallen, vllm(70 + TRIAL))[0].total.drafts == 100 + 21
+def test_without_a_start_time_a_fall_is_not_counted_at_once_and_a_second_one_ends_all_counting():
+    fallen = [vllm(1100), vllm(40), *(vllm(50 + n) for n in range(TRIAL - 1))]
+    tally, notes = watched(*fallen[:2])
+    assert "counts fell" in notes[0] and tally.total.drafts == watched(*fallen)[0].total.drafts == 1100
+    tally, notes = watched(*fallen, vllm(90))
+    assert (tally.total.drafts, tally.answers, notes) == (1190, 110 + 9 + 1, [])
     tally, _ = watched(*fallen[:4], vllm(1100), vllm(60), vllm(1200))
     assert not tally.drafting and tally.total == EngineCounts()
     assert "several servers" in watched(*fallen[:4], vllm(1100), vllm(60))[1][0]
@@ -188,8 +189,7 @@ def test_without_a_start_time_a_fall_is_not_counted_and_a_second_one_ends_all_co
 
 def test_engines_appear_and_disappear():
     two = vllm(100, engine="0") + vllm(500, engine="1")
-    tally, _ = watched(two, vllm(110, engine="0"), vllm(120, engine="0") + vllm(540, engine="1"))
-    assert tally.total.drafts == 20 + 40
+    assert watched(two, vllm(110, engine="0"), vllm(120, engine="0") + vllm(540, engine="1"))[0].total.drafts == 660
     assert watched(two, vllm(110, engine="0"))[1] == ["engine=1, model_name=m: gone"]
     assert watched(vllm(1, engine="0"), two)[1] == ["engine=1, model_name=m: a new engine"]
 
@@ -198,20 +198,16 @@ def test_a_missing_metric_is_said_and_nothing_is_counted_until_it_is_back():
     cut = "\n".join(line for line in vllm(200).splitlines() if "num_drafts" not in line)
     tally, notes = watched(vllm(100), cut)
     assert notes == ["model_name=m: no count of drafts; nothing is counted until it is back"]
-    assert tally.total.drafts == tally.total.accepted == tally.total.finished == 0
-    assert watched(vllm(100), cut, vllm(250))[0].total.drafts == 150
+    assert (tally.total.drafts, tally.total.accepted, tally.total.finished) == (100, 75, 10)
+    assert watched(vllm(100), cut, vllm(250))[0].total.drafts == 250
     assert "counts no drafts" in watched(cut)[1][0]
 
 
 def test_another_draft_length_begins_anew():
-    tally, notes = watched(vllm(100, (50, 25)), vllm(200, (90, 50)), vllm(10, (5, 2, 1)), vllm(30, (15, 6, 3)))
-    assert (tally.total.drafts, tally.total.by_place) == (20, (10, 4, 2)) and not notes
-    assert "drafts of [3] tokens, [2] before" in watched(vllm(100, (50, 25)), vllm(10, (5, 2, 1)))[1][0]
-    assert "no measure of one" in watched(vllm(9, (5, 2), engine="0") + vllm(9, (5, 2, 1), engine="1"))[1][0]
-    # Three places are drafted at few requests at once, one at many.
-    shorter = changed(VLLM, {"} 288.0": "} 688.0", "} 864.0": "} 1288.0"})
-    usual = changed(VLLM, {"} 288.0": "} 300.0", "} 864.0": "} 900.0"})
-    assert "drafts of 1.0 tokens, 3.0 before" in watched(VLLM, usual, shorter)[1][0]
+    pages = [vllm(200, (90, 50), started=1.0), vllm(10, (5, 2, 1), started=150.0), vllm(30, (15, 6, 3), started=150.0)]
+    tally, notes = watched(*pages)
+    assert (tally.total.drafts, tally.total.by_place) == (30, (15, 6, 3)) and not notes
+    assert watched(*pages[:2])[1] == ["drafts of 3 tokens, 2 before: counts begin anew"]
 
 
 def test_llamacpp_rounds_sums_above_a_million():
@@ -220,8 +216,9 @@ def test_llamacpp_rounds_sums_above_a_million():
 
     # Ten drafts more or less are many of 60, but few of 4,000.
     pages = [page("1.23457e+06", 500_000), page("1.23463e+06", 500_031), page("1.23857e+06", 502_000)]
-    assert watched(*pages[:2])[0].total == EngineCounts()
-    assert (watched(*pages)[0].total.drafts, watched(*pages)[0].total.by_place) == (4000, (2000, 0, 0))
+    for seen, (drafts, first) in {2: (1_234_570, 500_000), 3: (1_238_570, 502_000)}.items():
+        total = watched(*pages[:seen])[0].total
+        assert (total.drafts, total.by_place[0]) == (drafts, first)
 
 
 def test_saved_pages_are_split(tmp_path: Path):
@@ -244,7 +241,7 @@ def test_a_state_of_another_server_or_a_damaged_one_is_refused():
         ({**state, "processes": []}, "processes"),
         ([], ""),
     ]
-    damaged += [({name: state[name] for name in state if name != "lengths"}, "no lengths")]
+    damaged += [({name: state[name] for name in state if name != "places"}, "no places")]
     for content, said in damaged:
         with pytest.raises(InputError, match=f"^state: .*{said}"):
             Tally.from_json(content, "http://here")
