@@ -44,14 +44,18 @@ TRIAL = 10  # looks without counts after a fall that nothing explains; a second 
 PROCESS = {"name": str, "last": {"*": int}, "before": {"*": int}, "answers": int, "trial": int}
 STATE = {"server": str, "system": str, "time": (float, None), "places": int, "present": [str]}
 STATE |= {"processes": {"*": PROCESS}}
-ANSWER = {"timings": {"predicted_n": int, "draft_n?": int, "draft_n_accepted?": int}}
+OF_VLLM = ({"speculative_decoding?": ({"acceptance_histogram": [int], "num_draft_tokens": int}, None)}, None)
+ANSWER = (
+    {"timings": {"predicted_n": int, "draft_n?": int, "draft_n_accepted?": int}},
+    {"metrics": OF_VLLM, "usage": {"completion_tokens": int}},
+)
 
 Counts = dict[str, int]  # field of EngineCounts, or place in the draft -> count
 
 
-def plus(one: Counts, two: Counts, sign: int = 1) -> Counts:
-    """Add counts, or with sign -1 subtract them. A counter that is missing has counted nothing yet."""
-    return {name: one.get(name, 0) + sign * two.get(name, 0) for name in one | two}
+def plus(one: Counts, two: Counts) -> Counts:
+    """Add counts. A counter that is missing has counted nothing yet."""
+    return {name: one.get(name, 0) + two.get(name, 0) for name in one | two}
 
 
 @dataclass(frozen=True)
@@ -264,24 +268,29 @@ class Tally:
 
 
 def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:
-    """Read saved pages of metrics, or llama.cpp's answers with `timings`, one response or logged request a line.
+    """Read saved pages of metrics, or answers with their own counts, one response or logged request a line.
 
-    The answers say no drafts. A round emits its accepted tokens and one more, and the first token comes from the
-    prompt: an answer of n tokens had n - 1 - accepted rounds, of which the last may be without a draft; one that ends
-    inside a draft had more, as tokens behind the end count as accepted.
+    llama.cpp's answers say no drafts, but their tokens and how many of them were accepted, also behind the end of the
+    answer. vLLM's have all counts with --per-request-spec-decode-metrics summary, but for answers that a stop string
+    ended.
 
     Raises:
         InputError: neither of them, or not all lines.
     """
-    expected = "pages of metrics, or answers with timings"
+    expected = "pages of metrics, or answers of llama.cpp with timings or of vLLM with metrics.speculative_decoding"
     text, answers = read_text(path, expected), list[EngineCounts]()
     pages = [] if text.lstrip().startswith("{") else list(read_pages(text))
-    if not pages:
-        for row in read_lines(path, {"response?": dict}):
-            reply = row.get("response", row)
-            for found, wanted in misfits(reply, ANSWER):
-                raise InputError(str(path), f"answer {len(answers) + 1}: {found}", wanted, "Leave it out.")
-            own = reply["timings"]
-            drafted, accepted = own.get("draft_n", 0), own.get("draft_n_accepted", 0)
-            answers.append(EngineCounts(None, drafted, accepted, finished=1, generated=own["predicted_n"]))
+    for number, row in enumerate([] if pages else read_lines(path, {"response?": dict}), start=1):
+        reply = row.get("response", row)
+        if any(misfits(reply, ANSWER)):
+            raise InputError(str(path), f"line {number} without these counts", expected, "Leave it out.")
+        if timings := reply.get("timings"):
+            drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+            answers.append(EngineCounts(None, drafted, accepted, generated=timings["predicted_n"]))
+            continue
+        counts = (reply["metrics"] or {}).get("speculative_decoding") or {}
+        rounds = counts.get("acceptance_histogram", ())  # by accepted tokens
+        by_place = tuple(sum(rounds[place:]) for place in range(1, len(rounds)))
+        sums = (sum(rounds), counts["num_draft_tokens"], sum(by_place)) if counts else ()
+        answers.append(EngineCounts(*sums, generated=reply["usage"]["completion_tokens"], by_place=by_place))
     return pages, answers

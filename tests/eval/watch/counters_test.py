@@ -230,8 +230,19 @@ def test_saved_pages_are_split(tmp_path: Path):
     by_order = list(read_pages(VLLM + changed(VLLM, AFTER)))  # as curl appends them
     assert [(page.time, page.total) for page in by_order] == [(None, page.total) for page in pages]
     file.write_text('{"timings": {"predicted_n": 3}}\n{"choices": []}\n')
-    with pytest.raises(InputError, match="answer 2: no timings"):
+    with pytest.raises(InputError, match="line 2 without"):
         read_saved(file)
+
+
+def test_vllm_answers_count_by_place_unless_a_stop_string_ended_them(tmp_path: Path):
+    counts = {"acceptance_histogram": [20, 12, 5, 15], "num_spec_steps": 52, "num_draft_tokens": 156}
+    rows: list[dict[str, Any]] = [{"metrics": {"speculative_decoding": counts}}, {"metrics": None}]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join(json.dumps({"response": {"usage": {"completion_tokens": 120}, **row}}) for row in rows))
+    counted, unknown = read_saved(file)[1]
+    # The first token, one of every round and the accepted ones.
+    assert counted == EngineCounts(52, 156, 67, generated=1 + 52 + 67, by_place=(32, 20, 15))
+    assert unknown == EngineCounts(generated=120)
 
 
 def test_a_state_of_another_server_or_a_damaged_one_is_refused():
