@@ -20,22 +20,19 @@ from draftsmith.modules.pretrained.reading import misfits, read_lines, read_text
 from draftsmith.modules.types import InputError
 
 # System -> metric, without the ending `_total` that counters have -> field of EngineCounts.
-DRAFTS = {
-    "spec_decode_num_drafts": "drafts",
-    "spec_decode_num_draft_tokens": "drafted",
-    "spec_decode_num_accepted_tokens": "accepted",
-    "spec_decode_num_accepted_tokens_per_pos": "by_place",
-}
+DRAFTS = {"spec_decode_num_drafts": "drafts", "spec_decode_num_draft_tokens": "drafted"}
+DRAFTS |= {"spec_decode_num_accepted_tokens": "accepted", "spec_decode_num_accepted_tokens_per_pos": "by_place"}
 METRICS = {
-    "vllm": DRAFTS
-    | {"generation_tokens": "generated", "request_success": "finished", "num_requests_running": "running"},
+    "vllm": {"request_success": "finished", "num_requests_running": "running", "generation_tokens": "generated"},
     "sglang": {"spec_verify_calls": "drafts", "num_requests": "finished", "generation_tokens": "generated"},
     "llamacpp": DRAFTS | {"tokens_predicted": "generated"},
     "": {"process_start_time_seconds": "started"},
 }
+METRICS["vllm"] |= DRAFTS
 SERIES = re.compile(r'((?:(\w+):)?(\w+?)(?:_total)?\s*(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+).*')
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 COUNT = re.compile(r"\d{1,20}(?:\.\d*)?(?:e\+?\d\d?)?")
+PLACE = re.compile(r"\d{1,4}")
 TIME = re.compile(r"# time (\d+(?:\.\d*)?)")
 PARTS = {"position", "finished_reason", "is_streaming", "priority"}  # all other labels tell engines apart
 MANY = 100  # times the rounding that new drafts must be
@@ -103,16 +100,6 @@ class Snapshot:
     def total(self) -> EngineCounts:
         return EngineCounts.of(self.engines.values())
 
-    def add(self, system: str, metric: str, labels: dict[str, str], value: float) -> None:
-        """Add a series."""
-        if not system:
-            self.started = value
-            return
-        name = ", ".join(f"{label}={labels[label]}" for label in sorted(labels.keys() - PARTS)) or system
-        kind = METRICS[system][metric]
-        place = labels.get("position", "0") if kind == "by_place" else kind
-        self.engines[name] = plus(self.engines.get(name, {}), {place: int(value)})
-
 
 def read_page(text: str, time: float | None) -> Snapshot:
     """Read a page of metrics in Prometheus' text format.
@@ -141,12 +128,18 @@ def read_pages(text: str, time: float | None = None) -> Iterator[Snapshot]:
         if system and page.system not in ("", system):
             raise InputError("server", f"metrics of {page.system} and {system}", "those of one system", READ_LOG)
         page.system = system or page.system
-        if series[3] in METRICS[system]:
-            labels = dict(LABEL.findall(series[1]))
-            if not COUNT.fullmatch(series[4]) or not COUNT.fullmatch(labels.get("position", "0")):
-                raise InputError("server", line[:SHOWN_CHARS], "counts", READ_LOG)
-            page.add(system, series[3], labels, float(series[4]))
-            names.add(series[1])
+        kind, labels = METRICS[system].get(series[3]), dict(LABEL.findall(series[1]))
+        if kind is None:
+            continue
+        if not COUNT.fullmatch(series[4]) or not PLACE.fullmatch(labels.get("position", "0")):
+            raise InputError("server", line[:SHOWN_CHARS], "counts", READ_LOG)
+        names.add(series[1])
+        if not system:
+            page.started = float(series[4])
+            continue
+        engine = ", ".join(f"{label}={labels[label]}" for label in sorted(labels.keys() - PARTS)) or system
+        counted = {labels.get("position", "0") if kind == "by_place" else kind: int(float(series[4]))}
+        page.engines[engine] = plus(page.engines.get(engine, {}), counted)
 
 
 @dataclass

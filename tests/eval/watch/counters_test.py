@@ -150,7 +150,7 @@ def test_the_format_is_read_as_prometheus_defines_it():
         (VLLM.replace("} 288.0", "} NaN"), "NaN, expected counts"),
         (VLLM.replace("} 288.0", "} +Inf"), "Inf, expected counts"),
         (VLLM.replace("} 288.0", "} -1.0"), "-1.0, expected counts"),
-        (VLLM.replace('position="2"', 'position="last"'), "last.*expected counts"),
+        (VLLM.replace('position="2"', 'position="1.5"'), "1.5.*expected counts"),
         ("<html>502 Bad Gateway</html>", "found 0 pages"),
         ("process_start_time_seconds 1.7e+09\n", "found 0 pages"),
         (VLLM + VLLM, "found 2 pages"),
