@@ -165,14 +165,14 @@ class Process:
 
     def add(self, counts: Counts, least: int) -> str:
         """Take in the counts so far; return what a reader must know. least: drafts that must be new."""
-        if missing := sorted(self.last.keys() - counts.keys()):
-            return f"no count of {', '.join(missing)}; nothing is counted until it is back"
-        if any(counts[name] < count for name, count in self.last.items() if name != "running"):
+        if any(counts.get(name, count) < count for name, count in self.last.items() if name != "running"):
             self.before, self.last, again = self.counts, counts, self.trial != 0
             self.trial = -1 if again else TRIAL
             if again:
                 return "counts fall again: several servers answer in turn. None is counted; watch each by itself"
             return f"counts fell: a restart, or another server. The next {TRIAL} looks are not counted yet"
+        if missing := sorted(self.last.keys() - counts.keys()):
+            return f"no count of {', '.join(missing)}; nothing is counted until it is back"
         if counts.get("drafts", 0) - self.last.get("drafts", 0) >= least:
             self.last = counts
             self.trial -= self.trial > 0

@@ -180,6 +180,7 @@ def test_without_a_start_time_a_fall_is_not_counted_at_once_and_a_second_one_end
     fallen = [vllm(1100), vllm(40), *(vllm(50 + n) for n in range(TRIAL - 1))]
     tally, notes = watched(*fallen[:2])
     assert "counts fell" in notes[0] and tally.total.drafts == watched(*fallen)[0].total.drafts == 1100
+    assert "counts fell" in watched(LLAMACPP, FRESH)[1][0]
     tally, notes = watched(*fallen, vllm(90))
     assert (tally.total.drafts, tally.answers, notes) == (1190, 110 + 9 + 1, [])
     tally, _ = watched(*fallen[:4], vllm(1100), vllm(60), vllm(1200))
