@@ -32,7 +32,8 @@ SYSTEMS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 LENGTHS = "0,1,3,5"  # of drafts, where the server is started here
 MOST_REQUESTS = 4096
 ROLES = ("target", "mid", "acceptance")  # other models, named by their options
-DIVISIONS = ("context", "turn", "kind", "task")  # of a bench's numbers, beside those by a column of its rows
+# Of a bench's numbers, beside those by a column of its rows, of which `language` is detected where rows lack it.
+DIVISIONS = ("context", "turn", "kind", "task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +205,8 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running, 
             `data prompts --supervised`, or a file of chats whose last turn is the answer, sampled by --temperature.
         limit: measure the first so many prompts, of each file where --data has several; 0 takes all.
         by: what the numbers are divided by, separated by commas: context (tokens before a round), turn, kind (what a
-            round's first token is part of: thinking, call, code or prose), task, and columns of the rows, such as
-            language.
+            round's first token is part of: thinking, call, code or prose), task, language (of each answer, detected
+            where rows have no such column, with the extra `languages`), and columns of the rows.
         temperature: 0 is greedy; several are separated by commas (0,1). Speed-ups are over ar at the same one. Equality
             with ar is checked in float32 only.
         repeats: runs of every method on every prompt; the median counts.

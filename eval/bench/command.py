@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.console import log_done, log_note, print_table, tables_from_json
+from draftsmith.data.console import add_result, log_done, log_note, print_table, print_text, tables_from_json
 from draftsmith.data.settings import check_left_out
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.measuring import REMEDY, Journal, PromptRunner
@@ -50,8 +50,13 @@ def run(config: BenchConfig) -> int:
     """Measure or replay, print the tables and write `output`/results.json. Return 1 if prompts failed, else 0."""
     if config.replay is not None:
         named = by_each({item.label: item for item in parse_methods(config.methods)}, config.paths)
-        for table in tables_from_json(replay(config, named)):
+        results = replay(config, named)
+        for table in tables_from_json(results):
             print_table(table)
+        for row in results["methods"]:
+            for line in row["verdict"]:
+                print_text(f"{row['method']}: {line}")
+        add_result(slices={row["method"]: row["slices"] for row in results["methods"]})
         log_note(f"Written to {config.output / RESULTS}")
         return 0
     check_left_out(config, ("server",), "without --replay", "none: decoding needs the whole target")

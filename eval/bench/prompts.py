@@ -17,7 +17,8 @@ from draftsmith.data.stages import PromptsConfig, Turns
 from draftsmith.data.store.datasets import is_held_out, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
-from draftsmith.data.text.conversations import row_label
+from draftsmith.data.text.conversations import LANGUAGE, row_label
+from draftsmith.data.text.languages import identifier, language_of
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import RowError, TemplateInputs, follow_answer, load_chat_tokenizer
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
@@ -199,11 +200,23 @@ def chat_rows(
 
 
 def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) -> None:
-    """Raise InputError for a column that none of the rows has."""
-    for name in columns:
-        if not any(own[name] for own in labels):
-            remedy = "Correct it. In an artifact are the columns that data prompts --keep keeps."
-            raise InputError("by", name, "context, turn, kind, task, or a column of the rows", remedy)
+    """Raise InputError for a column that none of the rows has, or a language that cannot be detected."""
+    for name in (name for name in columns if not any(own[name] for own in labels)):
+        if name == LANGUAGE:
+            identifier()
+            continue
+        remedy = "Correct it. In an artifact are the columns that data prompts --keep keeps."
+        raise InputError("by", name, "context, turn, kind, task, language, or a column of the rows", remedy)
+
+
+def detect_language(labels: Sequence[dict[str, str]], answers: Iterable[tuple[str, str]]) -> None:
+    """Set the language in answers' labels by their own text, where it is asked for and no row has a column of it.
+
+    answers: text of each, and the end of its prompt.
+    """
+    if any(LANGUAGE in own for own in labels) and not any(own[LANGUAGE] for own in labels):
+        for own, (text, prompt) in zip(labels, answers, strict=True):
+            own[LANGUAGE] = language_of(text, prompt)
 
 
 @contextmanager

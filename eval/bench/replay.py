@@ -20,9 +20,10 @@ from draftsmith.data.store.rows import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
 from draftsmith.data.text.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
-from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, with_labels
+from draftsmith.eval.bench.prompts import BenchPrompt, Row, chat_rows, check_labels, detect_language, with_labels
 from draftsmith.eval.bench.results import NO_VALUE, OF_ROUNDS, Floats, Resamples, Rounds, classes_of_rounds
 from draftsmith.eval.bench.runner import load_models
+from draftsmith.eval.bench.slices import Sums, slices_of, verdict
 from draftsmith.eval.bench.tables import replay_tables
 from draftsmith.eval.meta import RESULTS, describe
 from draftsmith.eval.settings import ROLES, BenchConfig
@@ -45,7 +46,7 @@ from draftsmith.modules.drafters.methods import FixedLengthMethod
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupMethod
 from draftsmith.modules.finite import name_nonfinite
 from draftsmith.modules.llama_config import MOST_POSITIONS
-from draftsmith.modules.pretrained.card import WEIGHTS
+from draftsmith.modules.pretrained.card import WEIGHTS, measured_chains, measured_of
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, checkpoint_of
 from draftsmith.modules.pretrained.files import write_json
 from draftsmith.modules.pretrained.hub import resolve_model
@@ -116,9 +117,9 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
         {
             "method": label,
             "temperature": params.temperature,
-            **summarize(own, config.seed, config.divisions),
+            **summarize(own, config.seed, config.divisions, card_of(item, heads, params.temperature)),
         }
-        for label, own in walks.items()
+        for item, (label, own) in zip(named, walks.items(), strict=True)
     ]
     results = {"meta": meta, "methods": methods, "tables": tables_to_json(replay_tables(methods, meta))}
     write_json(config.output / RESULTS, results)
@@ -132,7 +133,7 @@ def replay(config: BenchConfig, named: Sequence[LabeledMethod]) -> dict[str, Any
 class RecordedAnswer(Answer):
     """An answer of a text. labels: its turn, its text's task and columns. kinds: of its tokens."""
 
-    labels: Mapping[str, Any]
+    labels: dict[str, Any]
     kinds: Sequence[Kind]
 
 
@@ -185,7 +186,10 @@ def read_recorded(config: BenchConfig, target: Checkpoint) -> tuple[list[Recorde
     texts = [RecordedText.of(row, ends, target.tokenizer.decode, room) for row in rows]
     if empty := next((text.id for text in texts if not text.answers), None):
         raise InputError("replay", f"text {empty} without an answer behind a prompt", "one in each", "Leave it out.")
-    check_labels([answer.labels for text in texts for answer in text.answers], columns)
+    labels = [answer.labels for text in texts for answer in text.answers]
+    check_labels(labels, columns)
+    decode, cuts = target.tokenizer.decode, [(text.ids, own.begin, own.end) for text in texts for own in text.answers]
+    detect_language(labels, ((decode(ids[a:b]), decode(ids[max(0, a - PROMPT_TOKENS) : a])) for ids, a, b in cuts))
     return texts, params
 
 
@@ -273,14 +277,27 @@ def replay_text(
 # -- numbers
 
 
-def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dict[str, Any]:
+def card_of(item: LabeledMethod, heads: Mapping[str, str], temperature: float) -> Row | None:
+    """Return what the card of a method's head has of the same drafts at this temperature; None if nothing."""
+    path = next((heads[key] for key in item.keys(heads) if key in heads), None)
+    if path is None or not isinstance(item.method, FixedLengthMethod):
+        return None
+    return measured_chains(measured_of(path), item.method.drafter, temperature).get(item.method.length)
+
+
+def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str], card: Row | None = None) -> dict[str, Any]:
     """Summarize one method over answers; names as of `results.summarize`, numbers of rounds are means.
 
-    `by` also has each `draft_length` of the same drafter.
+    `by` also has each `draft_length` of the same drafter. `slices` and `verdict` compare the classes (slices.py).
+
+    card: what the head's card has of this method.
     """
     numbers = summary_row(replayed, seed)
     resamples, calls = resamples_of(replayed, seed), torch.stack([one.walk.calls for one in replayed]).T.numpy()
-    classes = classes_of_rounds(rounds_of(replayed), resamples, by)
+    rounds, tokens = rounds_of(replayed), np.array([one.walk.num_tokens for one in replayed], np.float64)
+    classes, divided = classes_of_rounds(rounds, resamples, by), dict[str, dict[str, Sums]]()
+    for name in classes:
+        divided[name] = {about["name"]: rounds.sums(mask, len(replayed)) for about, mask in rounds.classes(name)}
     for name in (name for name in by if name not in OF_ROUNDS):
         labels = [one.answer.labels[name] or NO_VALUE for one in replayed]
         if {*labels} != {NO_VALUE}:
@@ -289,8 +306,12 @@ def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str]) -> dic
                 for value in sorted({*labels})
             }
             classes[name] = [{"name": value, **summary_row(own, seed)} for value, own in parts.items()]
+            masks = {value: np.array([own == value for own in labels]) for value in parts}
+            divided[name] = {value: (tokens * mask, calls[-1] * mask) for value, mask in masks.items()}
     lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
-    return {**numbers, "by": {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}}
+    numbers["by"] = {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}
+    slices = slices_of(divided, resamples, card)
+    return numbers | {"slices": slices, "verdict": verdict(slices, divided, (tokens, calls[-1]), resamples, card)}
 
 
 def summary_row(replayed: Sequence[Replayed], seed: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from draftsmith.data.text.answers import Repetition, distinct_4grams
 from draftsmith.data.text.kinds import KINDS, PROMPT_TOKENS, Kind, kinds_of
-from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt, detect_language
 from draftsmith.eval.clock import ClockName
 from draftsmith.eval.settings import DIVISIONS
 from draftsmith.modules.decoding.loop import Generation
@@ -125,11 +125,15 @@ def row_of(
 
 
 def add_kinds(rows: Sequence[Row], tokenizer: Any) -> None:
-    """Set `kinds` of each measured row: the kind of the token that each of its rounds begins with."""
+    """Set `kinds` of each measured row: the kind of the token that each of its rounds begins with; and the labels that
+    are detected, of all methods those of ar's answer."""
     text_of: Any = functools.cache(lambda token: tokenizer.decode([token]))
-    prompts: Mapping[Any, list[int]] = {_asked(row): row["prompt_ids"] for row in rows if row["prompt_ids"] is not None}
+    asked = {_asked(row): row for row in rows if row["prompt_ids"] is not None}
+    prompts = {key: tokenizer.decode(row["prompt_ids"][-PROMPT_TOKENS:]) for key, row in asked.items()}
+    answers = ((tokenizer.decode(row["token_ids"]), prompts[key]) for key, row in asked.items())
+    detect_language([row["labels"] for row in asked.values()], answers)
     for row in rows:
-        prompt = tokenizer.decode(prompts[_asked(row)][-PROMPT_TOKENS:])
+        row["labels"], prompt = asked[_asked(row)]["labels"], prompts[_asked(row)]
         kinds = kinds_of([text_of(token) for token in row["token_ids"]], prompt)
         emitted = itertools.accumulate((step["num_emitted"] for step in row["rounds"]), initial=row["prefill_emitted"])
         # A round whose tokens were all cut stands behind the last one.
@@ -206,6 +210,10 @@ class Resamples:
         """Sum values [N] over each resample: [NUM_RESAMPLES]."""
         return np.bincount(self._owner, np.asarray(values, np.float64), self._count)[self._picks].sum(1)
 
+    def num_owners(self, values: Floats) -> int:
+        """Return how many owners have any of the values [N] above 0."""
+        return np.unique(self._owner[values > 0]).size
+
     def interval(self, statistic: Floats) -> list[float] | None:
         """Return the 95 % interval of a statistic of `sums`, [NUM_RESAMPLES]; None for fewer than two owners."""
         if self._count < 2:
@@ -222,7 +230,7 @@ class Resamples:
         estimates: [C]. statistics: [C] of `sums`, each [NUM_RESAMPLES]. weights: [C], each [N], positive for the values
         that a statistic depends on.
         """
-        owners = np.array([np.unique(self._owner[weight > 0]).size for weight in weights])
+        owners = np.array([self.num_owners(weight) for weight in weights])
         enough, degrees = owners >= FEWEST_PROMPTS, np.maximum(owners - 1.0, FEWEST_PROMPTS - 1)
         draws, center = np.stack(statistics), np.asarray(estimates, np.float64)
         spread = draws.std(1)

@@ -9,6 +9,7 @@ from draftsmith.data.console import Column, Table, format_interval
 from draftsmith.data.text.answers import Repetition
 from draftsmith.data.text.kinds import KINDS
 from draftsmith.eval.bench.results import BASELINE, shown_classes
+from draftsmith.eval.bench.slices import slices_table
 
 Row = Mapping[str, Any]
 SHOWN_PLACES = 8
@@ -103,7 +104,8 @@ def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
     cells = [{**row, "tau_ci": format_interval(row["tau_ci95"]), "accepted": row["acceptance_rate"]} for row in rows]
     temperature = first["temperature"]
     whole = Table(f"methods-t{temperature:g}", mode(temperature).capitalize(), columns, cells, note)
-    return [whole, *part_tables(rows, temperature)]
+    slices = [slices_table(row, row["slices"]) for row in rows if row["slices"]]
+    return [whole, *part_tables(rows, temperature), *slices]
 
 
 def part_tables(rows: Sequence[Row], temperature: float) -> list[Table]:

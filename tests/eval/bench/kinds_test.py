@@ -88,7 +88,8 @@ def test_a_round_has_the_kind_of_its_first_token():
 
     shared = {"temperature": 0.0, "prompt": 0, "turn": 1}
     rounds = [{"num_emitted": count} for count in (2, 1, 2, 0)]
-    row = {**shared, "prompt_ids": None, "token_ids": [1, 1, 2, 3, 4, 1], "rounds": rounds, "prefill_emitted": 1}
+    row = {**shared, "labels": {}, "prompt_ids": None, "token_ids": [1, 1, 2, 3, 4, 1], "rounds": rounds}
+    row["prefill_emitted"] = 1
     baseline = {**row, "prompt_ids": [3, 0], "rounds": [{"num_emitted": 1}] * 5}
     add_kinds(rows := [baseline, row], Tokenizer())
     assert rows[0]["kinds"] == ["thinking", "thinking", "prose", "code", "code"]

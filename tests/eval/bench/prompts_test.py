@@ -123,7 +123,7 @@ def test_any_column_of_the_rows_divides_the_numbers_and_one_of_none_is_refused(f
             asked = [r for r in own if r["id"] in ids and r["error"] is None]
             assert part["prompts"] == len(asked) and part["tokens"] == sum(r["tokens"] for r in asked)
             assert part["tau"] == part["tokens"] / sum(r["num_target_calls"] for r in asked) and part["speedup"] > 0
-    with pytest.raises(InputError, match="by: found route, expected context, turn, kind, task, or a column"):
+    with pytest.raises(InputError, match="by: found route, expected context, turn, kind, task, language, or a column"):
         bench.run(dataclasses.replace(config, by="task,route", output=tmp_path))
 
 
