@@ -311,7 +311,8 @@ def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
         log_note(f"Answers without counts of their drafts, left out: {uncounted:,}")
     # A round emits its accepted tokens and one more; the first token comes from the prompt.
     rounds = [max(0, (one.generated or 0) - 1 - (one.accepted or 0)) for one in counted]
-    # Tokens behind the end count as accepted, and a last round may be without a draft: whole drafts tell their number.
+    # Tokens behind the end count as accepted, and a last round may be without a draft: whole drafts tell their number
+    # better, but too few where drafts before the length limit are shorter.
     mean = sum(one.drafted or 0 for one in counted) / max(1, sum(rounds))
     length = max(1, round(mean))
     drafts, drafted, accepted = 0, 0, np.zeros(0, int)
@@ -322,7 +323,8 @@ def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
         if one.drafts is not None:
             drafts += one.drafts
         else:
-            drafts += math.ceil((one.drafted or 0) / length) if mean >= WHOLE * length else own_rounds
+            whole = math.ceil((one.drafted or 0) / length)
+            drafts += max(whole, own_rounds - 1) if mean >= WHOLE * length else own_rounds
         if number % ANSWERS_AT_ONCE == 0 or number == len(counted):
             by_place = tuple(map(int, accepted)) if one.by_place else ()
             watch.add(None, EngineCounts(drafts, drafted, int(accepted.sum()), by_place=by_place), number)

@@ -284,6 +284,7 @@ def read_saved(path: Path) -> tuple[list[Snapshot], list[EngineCounts]]:
         counts = (reply["metrics"] or {}).get("speculative_decoding") or {}
         rounds = counts.get("acceptance_histogram", ())  # by accepted tokens
         by_place = tuple(sum(rounds[place:]) for place in range(1, len(rounds)))
-        sums = (sum(rounds), counts["num_draft_tokens"], sum(by_place)) if counts else ()
-        answers.append(EngineCounts(*sums, generated=reply["usage"]["completion_tokens"], by_place=by_place))
+        drafts, drafted = (sum(rounds), counts["num_draft_tokens"]) if counts else (None, None)
+        accepted, generated = sum(by_place) if counts else None, reply["usage"]["completion_tokens"]
+        answers.append(EngineCounts(drafts, drafted, accepted, generated=generated, by_place=by_place))
     return pages, answers
