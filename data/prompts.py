@@ -153,7 +153,7 @@ def select_rows(sources: Sequence[RowSource], mapping: Mapping[str, str], config
         "" if len(sources) == 1 or source.content_ids else prefix
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
-    filters = [("task", config.tasks), ("split", named_split(config.split)), *config.filters]
+    filters = [("task", config.tasks), ("split", named_split(config.split)), *config.filters.items()]
     allowed = [(name, {part.strip() for part in value.split(",")}) for name, value in filters if value]
     wanted = {name for name, _ in allowed} | {*config.kept} - {LANGUAGE}
     # A data set of one split has no rows to leave out.

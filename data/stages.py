@@ -110,12 +110,17 @@ class PromptsConfig(RemoteCode):
         return [name.strip() for name in (self.keep or "").split(",") if name.strip()]
 
     @property
-    def filters(self) -> list[tuple[str, str]]:
-        """Columns with the values that rows must have, separated by commas."""
-        pairs = [text.partition("=") for text in self.where or ()]
-        if wrong := [name for name, _, values in pairs if not name.strip() or not values.strip()]:
-            raise InputError("where", wrong[0], "NAME=VALUE[,VALUE]", "For example --where language=de,da.")
-        return [(name.strip(), values) for name, _, values in pairs]
+    def filters(self) -> dict[str, str]:
+        """Columns with the values that rows may have, separated by commas."""
+        filters, name = dict[str, str](), ""
+        # The command line splits a list at its commas.
+        for text in ",".join(self.where or ()).split(",") if self.where else ():
+            before, sign, value = text.partition("=")
+            name, value = (before.strip(), value) if sign else (name, text)
+            if not name or not value.strip():
+                raise InputError("where", text, "NAME=VALUE[,VALUE]", "For example --where language=de,da.")
+            filters[name] = f"{filters[name]},{value}" if name in filters else value
+        return filters
 
     @property
     def lengths(self) -> list[int]:

@@ -103,7 +103,7 @@ def split_parts(parts: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]], 
 
 def unread_keys(parts: Sequence[Any]) -> set[str]:
     """Return the keys of parts that say something and are not read: is_error, signature, cache_control."""
-    known = [part for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS]
+    known = [part for part in parts if isinstance(part, Mapping) and str(part.get("type")) in PARTS]
     unread = {key for part in known for key in part.keys() - PARTS[part["type"]] if part[key] not in (*EMPTY, False)}
     unread |= {part["type"] for part in known} & {"redacted_thinking"}
     return unread.union(*(unread_keys(part["content"]) for part in known if isinstance(part.get("content"), list)))

@@ -409,7 +409,7 @@ def _with_text(turn: Mapping[str, Any], between: str) -> Mapping[str, Any]:
         return turn
     for part in content:
         # Of OpenAI a part names its type, of DashScope it is a field.
-        _check_text_only({part["type"]: part} if "type" in part else part) if isinstance(part, Mapping) else None
+        _check_text_only({str(part["type"]): part} if "type" in part else part) if isinstance(part, Mapping) else None
     if not all(isinstance(part, Mapping) and part.get("type") in TEXTS for part in content):
         raise RowError("a turn holds something other than text")
     texts = [part.get("text") for part in content]

@@ -170,7 +170,7 @@ def turns_of(items: Iterable[Any]) -> tuple[list[dict[str, Any]], set[str]]:
             "reasoning": {"role": "assistant", "reasoning_content": thought(item.get("content") or [])},
             "function_call": {"role": "assistant", "tool_calls": [call]},
             "function_call_output": {"role": "tool", "tool_call_id": call["id"], "content": item.get("output")},
-        }.get(kind)
+        }.get(str(kind))
         if turn is None:
             raise RowError(f"an item of type {kind}, expected messages, thoughts, and calls of functions")
         ignored |= {key for key in item.keys() - ITEM_KEYS if item[key] not in EMPTY}

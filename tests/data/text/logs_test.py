@@ -277,6 +277,11 @@ def test_rows_are_kept_by_their_columns(make):
         {"request": {**REQUEST, "metadata": {"route": route}}, "response": answered(), "lang": lang}
         for route, lang in (("shop", "de"), ("help", "de"), ("shop", "da"), ("search", "fr"))
     ]
+    # The command line splits lists at commas.
+    assert (
+        make(logs, where=("route=shop", "search", "lang=de", "lang=fr"))[0]
+        == make(logs, where=("route=shop,search,lang=de,fr",))[0]
+    )
     rows, _, _ = make(logs, where=("route=shop,search", "lang=de,fr"), keep="route,lang")
     assert [json.loads(row["labels"]) for row in rows] == [
         {"route": "shop", "lang": "de"},
