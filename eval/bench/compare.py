@@ -206,8 +206,11 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
             if a != BASELINE
             for row in compare_classes(pair(ours[a], theirs[b], other), names)
         ]
-        columns = [Column("class", "class"), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "B is")]
-        note = f"not worse: at least {1 - MARGIN:g} of A. Intervals hold for all classes of a method at once."
+        columns = [Column("class", "class"), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "verdict")]
+        note = (
+            f"not worse: at least {1 - MARGIN:g} of A. Intervals hold for all classes of a method at once; classes of "
+            f"fewer than {FEWEST_ROUNDS} rounds are left out."
+        )
         tables.append(Table(f"compare-classes-t{temperature:g}", f"tau, {mode(temperature)}", columns, classes, note))
     return [table for table in tables if table.rows]
 
@@ -248,7 +251,8 @@ def summary(label: str, rows: Iterable[Mapping[str, Any]]) -> str:
     for row in rows:
         numbers = f" ({row['tau']:+.2f}, {row['tau_ci']})" if row["verdict"] in (BETTER, WORSE) else ""
         said[row["verdict"]].append(row["class"] + numbers)
-    return f"{label}: B is " + "; ".join(f"{verdict} on {', '.join(names)}" for verdict, names in said.items() if names)
+    parts = (f"{verdict} on {', '.join(names)}" for verdict, names in said.items() if names)
+    return f"{label}, tau of B: {'; '.join(parts)}"
 
 
 def matched(ours: Collection[str], theirs: Collection[str]) -> list[tuple[str, str, str]]:

@@ -123,7 +123,7 @@ def test_classes_have_verdicts_that_hold_for_all_of_them_at_once(tmp_path, capsy
     assert verdicts == {"new": "better", "same": "not worse", "mixed": "no verdict", "few": "no verdict"}
     assert code == 3 and document["verdict"] == "no verdict"
     line = document["text"][-1]
-    assert "B is better on task=new (+2.52, " in line and "; not worse on task=same; no verdict on " in line
+    assert "spec, tau of B: better on task=new (+2.52, " in line and "; not worse on task=same; no verdict on " in line
 
     code, document = compared("worse", {**b, "same": [62, 63, 64, 62, 63, 64]})
     assert (code, document["verdict"]) == (1, "worse") and "; worse on task=same (-0.09, " in document["text"][-1]
