@@ -398,7 +398,7 @@ def cost_of_sharing(contexts: Sequence[Context], load: int) -> str:
     for context in contexts[:-1]:
         own = fastest(context, load)
         ratio, interval = faster(context.cells[own, load], context.cells[shared, load])
-        gain = f"{label_of(vars(own))} is {ratio:.2f}x as fast ({format_interval(interval)})"
+        gain = f"{label_of(vars(own))} is {ratio:.2f}x as fast ({format_interval(interval) or 'of one group'})"
         costs.append(f"{context.name}: " + ("nothing" if own == shared else gain))
     return f"Lost with {label_of(vars(shared))} for all contexts, requests at once: {load}. {'; '.join(costs)}."
 
