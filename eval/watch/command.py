@@ -272,7 +272,7 @@ def run(config: WatchConfig) -> int:
         watch = Watch(card, Tally(str(config.counters)))
         pages, answers = read_saved(config.counters)
         for page in pages:
-            note(watch.tally.add(page))
+            note(watch.tally.add(page), page.time)
             watch.add(page.time, watch.tally.total, watch.tally.answers)
         add_answers(watch, answers)
         return report(config, watch, costs)
@@ -296,7 +296,7 @@ def run(config: WatchConfig) -> int:
 def look(server: Server, watch: Watch, config: WatchConfig) -> None:
     """Read a server's counters, keep them, and print their line."""
     page = read_page(server.page("metrics").decode("utf-8", "replace"), time.time())
-    note(watch.tally.add(page))
+    note(watch.tally.add(page), page.time)
     watch.add(page.time, watch.tally.total, watch.tally.answers)
     if config.state is not None:
         write_json(config.state, watch.to_json(), indent=None)
@@ -330,14 +330,15 @@ def add_answers(watch: Watch, answers: Sequence[EngineCounts]) -> None:
             watch.add(None, EngineCounts(drafts, drafted, int(accepted.sum()), by_place=by_place), number)
 
 
-def note(sentences: Sequence[str]) -> None:
-    """Print what a reader must know of a page."""
+def note(sentences: Sequence[str], when: float | None) -> None:
+    """Print what a reader must know of a page. when: it was read, in Unix seconds; None: unknown."""
     for sentence in sentences:
-        log_note(f"{clock()}  {sentence}")
+        log_note(sentence if when is None else f"{clock(when)}  {sentence}")
 
 
-def clock() -> str:
-    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
+def clock(when: float | None = None) -> str:
+    """Return a time, by default now, as it is printed."""
+    return datetime.fromtimestamp(time.time() if when is None else when).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def line(watch: Watch, alpha: float) -> str:
