@@ -18,7 +18,7 @@ from draftsmith.data.store.datasets import is_held_out, open_dataset
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artifact
 from draftsmith.data.store.rows import Rows
 from draftsmith.data.text.conversations import LANGUAGE, row_label
-from draftsmith.data.text.languages import identifier, language_of
+from draftsmith.data.text.languages import classifier, language_of
 from draftsmith.data.text.sources import BENCHMARKS, SUFFIXES, named_split, open_source
 from draftsmith.data.text.template import RowError, TemplateInputs, follow_answer, load_chat_tokenizer
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, opened
@@ -203,7 +203,7 @@ def check_labels(labels: Sequence[Mapping[str, str]], columns: Sequence[str]) ->
     """Raise InputError for a column that none of the rows has, or a language that cannot be detected."""
     for name in (name for name in columns if not any(own[name] for own in labels)):
         if name == LANGUAGE:
-            identifier()
+            classifier()
             continue
         remedy = "Correct it. In an artifact are the columns that data prompts --keep keeps."
         raise InputError("by", name, "context, turn, kind, task, language, or a column of the rows", remedy)

@@ -299,14 +299,11 @@ def summarize(replayed: Sequence[Replayed], seed: int, by: Sequence[str], card: 
     for name in classes:
         divided[name] = {about["name"]: rounds.sums(mask, len(replayed)) for about, mask in rounds.classes(name)}
     for name in (name for name in by if name not in OF_ROUNDS):
-        labels = [one.answer.labels[name] or NO_VALUE for one in replayed]
-        if {*labels} != {NO_VALUE}:
-            parts = {
-                value: [one for one, own in zip(replayed, labels, strict=True) if own == value]
-                for value in sorted({*labels})
-            }
+        labels = np.array([one.answer.labels[name] or NO_VALUE for one in replayed])
+        if (labels != NO_VALUE).any():
+            masks = {str(value): labels == value for value in np.unique(labels)}
+            parts = {value: [*itertools.compress(replayed, mask)] for value, mask in masks.items()}
             classes[name] = [{"name": value, **summary_row(own, seed)} for value, own in parts.items()]
-            masks = {value: np.array([own == value for own in labels]) for value in parts}
             divided[name] = {value: (tokens * mask, calls[-1] * mask) for value, mask in masks.items()}
     lengths = [{"name": str(n), **tau_of(replayed, resamples, own)} for n, own in enumerate(calls, 1)]
     numbers["by"] = {"draft_length": lengths, **{name: classes[name] for name in by if classes.get(name)}}

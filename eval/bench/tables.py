@@ -104,7 +104,7 @@ def replay_tables(rows: Sequence[Row], meta: Mapping[str, Any]) -> list[Table]:
     cells = [{**row, "tau_ci": format_interval(row["tau_ci95"]), "accepted": row["acceptance_rate"]} for row in rows]
     temperature = first["temperature"]
     whole = Table(f"methods-t{temperature:g}", mode(temperature).capitalize(), columns, cells, note)
-    slices = [slices_table(row, row["slices"]) for row in rows if row["slices"]]
+    slices = [slices_table(row) for row in rows if row["slices"]]
     return [whole, *part_tables(rows, temperature), *slices]
 
 

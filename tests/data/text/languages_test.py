@@ -55,6 +55,6 @@ def test_texts_of_no_language_are_named_for_what_they_are():
 
 def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
-    languages.identifier.cache_clear()
+    languages.classifier.cache_clear()
     with pytest.raises(InputError, match=r"draftsmith\[languages\]"):
         language_of(ARTICLE_1["de"])

@@ -45,7 +45,7 @@ def test_the_slice_that_is_below_the_rest_is_named_with_its_share_and_how_to_tak
     assert low < german["difference"] < high < 0
     assert said[0].startswith("language=de: 33% of the tokens, tau 1.25 where the rest has 2.50 (")
     assert said[0].endswith("Its prompts: --where language=de")
-    assert "; 100% of it is language=de. " in said[1] and said[1].startswith("route=eu: 30%")
+    assert "; 100% of it is in slices above. " in said[1] and said[1].startswith("route=eu: 30%")
     assert said[2:] == ["All other answers: tau 2.50 (no card of this method at this temperature)"]
 
 
