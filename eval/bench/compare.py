@@ -199,18 +199,14 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
         if other:
             note += f" Turns left out, as they follow another answer in A than in B: {len(other)}."
         tables.append(Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note))
-        names = divisions(first.meta, second.meta)
         classes = [
             {"method": label, **row}
             for label, a, b in matched(ours, theirs)
             if a != BASELINE
-            for row in compare_classes(pair(ours[a], theirs[b], other), names)
+            for row in compare_classes(pair(ours[a], theirs[b], other), divisions(first.meta, second.meta))
         ]
         columns = [Column("class", "class"), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "verdict")]
-        note = (
-            f"not worse: at least {1 - MARGIN:g} of A. Intervals hold for all classes of a method at once; classes of "
-            f"fewer than {FEWEST_ROUNDS} rounds are left out."
-        )
+        note = f"Of {FEWEST_ROUNDS} rounds and more. Intervals hold for all at once; not worse: at least {1 - MARGIN:g} of A."
         tables.append(Table(f"compare-classes-t{temperature:g}", f"tau, {mode(temperature)}", columns, classes, note))
     return [table for table in tables if table.rows]
 
