@@ -206,7 +206,8 @@ def compare_runs(first: Bench, second: Bench) -> list[Table]:
             for row in compare_classes(pair(ours[a], theirs[b], other), divisions(first.meta, second.meta))
         ]
         columns = [Column("class", "class"), Column("method", "method"), *TAU_COLUMNS, Column("verdict", "verdict")]
-        note = f"Of {FEWEST_ROUNDS} rounds or more. Intervals hold all at once; not worse: at least {1 - MARGIN:g} of A."
+        about = f"Intervals hold for all classes at once. Classes of fewer than {FEWEST_ROUNDS} rounds are left out."
+        note = f"not worse: at least {1 - MARGIN:g} of A. {about}"
         tables.append(Table(f"compare-classes-t{temperature:g}", f"tau, {mode(temperature)}", columns, classes, note))
     return [table for table in tables if table.rows]
 
