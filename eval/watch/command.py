@@ -198,16 +198,25 @@ class Watch:
         """Return the exit code, and what is said."""
         if self.evidence is None:
             return UNKNOWN, f"cannot tell: {self.trouble}"
-        card, now, bets = self.card.chains[self.length], self.looks[-1], self.evidence
-        beside = f"tau {now.tau:.2f}, card {card.tau:.2f}"
+        card, bets = self.card.chains[self.length], self.evidence
         if bets.p_fall <= alpha:
-            return BELOW, f"below what was measured (p {bets.p_fall:.1g}): {beside}"
+            return BELOW, f"below what was measured (p {bets.p_fall:.1g}): {self._farthest(card.tau, -1)}"
         if self.trouble:
             return UNKNOWN, f"cannot tell: {self.trouble}"
         if bets.p_rise <= alpha:
-            return 0, f"above what was measured (p {bets.p_rise:.1g}): {beside}"
+            return 0, f"above what was measured (p {bets.p_rise:.1g}): {self._farthest(card.tau, 1)}"
         least = card.detectable(alpha)
         return 0, f"as measured (p {bets.p_fall:.2g}); this card can show a fall of {least:.0%} or more"
+
+    def _farthest(self, tau: float, sign: int) -> str:
+        """Name the latest answers that are farthest below (sign -1) or above the card's tau, in standard errors.
+
+        A change after months has hardly moved the tau since the start.
+        """
+        now = self.looks[-1]
+        spans = [now, *(now.since(before) for before in self.looks[:-1])]
+        far = max(spans, key=lambda own: sign * (own.tau - tau) * own.drafts / math.sqrt(max(1, own.answers or 0)))
+        return f"tau {far.tau:.2f} in the last {far.answers or 0:,} answers, card {tau:.2f}"
 
 
 def draft_length(counts: EngineCounts) -> int:

@@ -96,6 +96,18 @@ def test_saved_pages_say_the_same_as_the_server_and_json_has_the_numbers(head, t
     assert last["p_fall"] == saved["p_fall"] and last["tables"][0]["rows"] == saved["tables"][0]["rows"]
 
 
+def test_a_late_fall_is_shown_by_the_answers_since_then(head, tmp_path, capsys):
+    both = zip((HEALTHY.drafts, HEALTHY.accepted), (FALLEN.drafts, FALLEN.accepted), strict=True)
+    served = CardAnswers(*(np.concatenate([own[:1000], fallen[:600]]) for own, fallen in both))
+    pages = [page(served, AT_ONCE * number) for number in range(1, 1600 // AT_ONCE + 1)]
+    (tmp_path / "pages.txt").write_text("".join(pages))
+    code = main(["watch", "--counters", str(tmp_path / "pages.txt"), "--head", head, "--json"])
+    said = json.loads(capsys.readouterr().out)["verdict"]
+    assert code == 1 and 500 < int(said.partition("in the last ")[2].split()[0]) < 700
+    found = FALLEN.accepted[:600].sum() / FALLEN.drafts[:600].sum()
+    assert abs(float(said.partition("tau ")[2].split()[0]) - 1 - found) < 0.03
+
+
 def test_drafts_of_answers_that_end_inside_a_draft_are_counted(head, tmp_path, capsys):
     """llama.cpp says no drafts, and counts tokens behind the end of an answer as accepted."""
     replies = []
