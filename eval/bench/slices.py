@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ COLUMNS = (
 NOTE = "Rest: the other classes of a slice's division. The intervals hold for all slices at once. Card: the head's own."
 
 
-def slices_of(divided: Divided, resamples: Resamples, card: Row | None) -> list[Row]:
+def slices_of(divided: Divided, resamples: Resamples, card: Mapping[str, Any] | None) -> list[Row]:
     """Compare each class with the rest of its division; those that cost most, by share and shortfall, come first.
 
     Classes that have, or leave, fewer than FEWEST_PROMPTS texts or FEWEST_ROUNDS calls are left out.
@@ -59,7 +60,9 @@ def slices_of(divided: Divided, resamples: Resamples, card: Row | None) -> list[
     return sorted(rows, key=lambda row: row["share"] * row["difference"])
 
 
-def verdict(slices: Sequence[Row], divided: Divided, total: Sums, resamples: Resamples, card: Row | None) -> list[str]:
+def verdict(
+    slices: Sequence[Row], divided: Divided, total: Sums, resamples: Resamples, card: Mapping[str, Any] | None
+) -> list[str]:
     """Say which slices are below the rest, and how the answers outside of all of these compare with the head's card.
 
     slices: of `slices_of`. total: sums of all answers.
@@ -85,7 +88,7 @@ def verdict(slices: Sequence[Row], divided: Divided, total: Sums, resamples: Res
     return [f"None of {len(slices)} slices is below the rest with 95 % confidence: {causes}. {about}"]
 
 
-def beside(tokens: Floats, calls: Floats, resamples: Resamples, card: Row | None) -> str:
+def beside(tokens: Floats, calls: Floats, resamples: Resamples, card: Mapping[str, Any] | None) -> str:
     """Say tau of some answers [N], and whether it is as on the card, as far as both intervals tell."""
     if not calls.any():
         return "none"
@@ -98,7 +101,7 @@ def beside(tokens: Floats, calls: Floats, resamples: Resamples, card: Row | None
     return f"tau {tau:.2f}, {found} (the card has {card['tau']:.2f})"
 
 
-def slices_table(method: Row) -> Table:
+def slices_table(method: Mapping[str, Any]) -> Table:
     """Build the table of a method's slices, of its row in results.json."""
     cells = [
         {**row, **{f"{key}_ci": format_interval(row[f"{key}_ci95"], between=" to ") for key in ("tau", "difference")}}
