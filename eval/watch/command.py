@@ -157,10 +157,11 @@ class Watch:
 
     def add(self, when: float | None, counts: EngineCounts, answers: int | None) -> None:
         """Take in the counts so far. answers: those that began."""
+        self.trouble = self.tally.trouble or self.trouble
         if not counts.drafts or counts.accepted is None:
             return
         now = Look(when, answers, counts.drafts, counts.by_place or (counts.accepted,))
-        length = len(counts.by_place) or draft_length(counts)
+        length = len(counts.by_place) or self.tally.places or draft_length(counts)
         if not length and len(self.card.chains) == 1:
             (length,) = self.card.chains
         before = self.looks[-1] if self.looks else Look(None, 0, 0, (0,) * len(now.accepted))
@@ -169,23 +170,26 @@ class Watch:
             self.looks, self.length = [], length
             self.evidence = Evidence(self.card.chains[length]) if length in self.card.chains else None
             before = Look(None, 0, 0, (0,) * len(now.accepted))
-        self.trouble = self._trouble(counts, answers)
+        self.trouble = self.tally.trouble or self._trouble(now, counts)
         new = now.since(before)
         if self.evidence is not None and not self.trouble:
             self.evidence.add(new.answers or 0, new.drafts, new.accepted)
         self.looks = [*thinned(self.looks, when), now]
 
-    def _trouble(self, counts: EngineCounts, answers: int | None) -> str:
+    def _trouble(self, now: Look, counts: EngineCounts) -> str:
         """Return why the counts cannot be compared with the card; empty if they can."""
         if self.length not in self.card.chains:
             measured = ", ".join(f"{self.card.kind}:k={length}" for length in sorted(self.card.chains))
             drafts = f"drafts {self.length} tokens" if self.length else "does not say how many tokens it drafts"
             return f"the server {drafts}; the card has {measured}. Measure it as it is served: eval bench --card"
-        if answers is None:
+        if now.answers is None:
             return "the server counts no answers, of which drafts are alike: pass saved answers with --counters"
         if counts.drafted is not None and counts.drafted < WHOLE * self.length * (counts.drafts or 0):
             mean = counts.drafted / (counts.drafts or 1)
             return f"the server ends drafts early ({mean:.1f} of {self.length} tokens); the card's chains do not"
+        most = now.drafts if counts.by_place else now.drafts * self.length
+        if max(now.accepted) > most or list(now.accepted) != sorted(now.accepted, reverse=True):
+            return "more tokens were accepted than drafted, or more of a later place: these are no counts of drafts"
         return ""
 
     def window(self, seconds: float) -> Look | None:
@@ -203,6 +207,8 @@ class Watch:
             return BELOW, f"below what was measured (p {bets.p_fall:.1g}): {self._farthest(card.tau, -1)}"
         if self.trouble:
             return UNKNOWN, f"cannot tell: {self.trouble}"
+        if (count := self.looks[-1].answers or 0) < FEWEST_ANSWERS:
+            return UNKNOWN, f"cannot tell: {count} answers so far, of at least {FEWEST_ANSWERS}"
         if bets.p_rise <= alpha:
             return 0, f"above what was measured (p {bets.p_rise:.1g}): {self._farthest(card.tau, 1)}"
         least = card.detectable(alpha)

@@ -24,7 +24,8 @@ DRAFTS = {"spec_decode_num_drafts": "drafts", "spec_decode_num_draft_tokens": "d
 DRAFTS |= {"spec_decode_num_accepted_tokens": "accepted", "spec_decode_num_accepted_tokens_per_pos": "by_place"}
 METRICS = {
     "vllm": {"request_success": "finished", "num_requests_running": "running", "generation_tokens": "generated"},
-    "sglang": {"spec_verify_calls": "drafts", "num_requests": "finished", "generation_tokens": "generated"},
+    "sglang": {"spec_verify_calls": "drafts", "num_requests": "finished", "generation_tokens": "generated"}
+    | {"spec_num_steps": "places"},
     "llamacpp": DRAFTS | {"tokens_predicted": "generated"},
     "": {"process_start_time_seconds": "started"},
 }
@@ -88,12 +89,14 @@ class EngineCounts:
 class Snapshot:
     """A page of metrics. time: Unix time, if known. started: of the process that answered, if it says so.
 
-    engines: counts since their start of all engines behind the address, by their labels.
+    places: tokens of a draft; 0 if it does not say. engines: counts of all engines behind the address, by their labels,
+    since their start.
     """
 
     time: float | None
     system: str = ""
     started: float | None = None
+    places: int = 0
     engines: dict[str, Counts] = field(default_factory=dict)
 
     @property
@@ -136,6 +139,9 @@ def read_pages(text: str, time: float | None = None) -> Iterator[Snapshot]:
         names.add(series[1])
         if not system:
             page.started = float(series[4])
+            continue
+        if kind == "places":
+            page.places = max(page.places, int(float(series[4])))
             continue
         engine = ", ".join(f"{label}={labels[label]}" for label in sorted(labels.keys() - PARTS)) or system
         counted = {labels.get("position", "0") if kind == "by_place" else kind: int(float(series[4]))}
@@ -206,6 +212,18 @@ class Tally:
         return EngineCounts.of(own.counts for own in self.drafting)
 
     @property
+    def trouble(self) -> str:
+        """Say why counts of the engines that are there are not sums of one kind; empty if they are."""
+        here = [own for own in self.processes.values() if own.name in self.present]
+        if any(own.trial < 0 for own in here):
+            return "several servers answer in turn at this address: watch each by itself"
+        if looks := max((own.trial for own in here), default=0):
+            return f"counts fell, by a restart or as several servers answer in turn; {looks} more looks tell"
+        if here and not any("drafts" in own.last for own in here):
+            return "no drafts are counted: there were none, or the server has no drafter or no counts of it"
+        return ""
+
+    @property
     def answers(self) -> int | None:
         """Answers whose drafts are counted; None if unknown."""
         known = all("finished" in own.last for own in self.drafting)
@@ -220,7 +238,7 @@ class Tally:
         if self.system not in ("", snapshot.system):
             raise InputError("server", snapshot.system, self.system, "Delete the state file to begin anew.")
         notes = [f"{name}: gone" for name in self.present if name not in snapshot.engines]
-        places = len(snapshot.total.by_place)
+        places = len(snapshot.total.by_place) or snapshot.places
         if self.places and places and places != self.places:
             notes.append(f"drafts of {places} tokens, {self.places} before: counts begin anew")
             self.processes, self.present = {}, []
