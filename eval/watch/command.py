@@ -144,6 +144,8 @@ class Watch:
             if saved["evidence"] is not None:
                 watch.evidence = Evidence(card.chains[watch.length])
                 watch.evidence.restore(saved["evidence"])
+        except InputError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise InputError("state", f"{state}, damaged ({error})", "what this version wrote", ANEW) from error
         return watch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +44,8 @@ def measure(directory: Path, card: CardAnswers, length: int = PLACES) -> None:
     write_measured(directory, measured)
 
 
-def page(served: CardAnswers, count: int, running: int = 0) -> str:
-    """What vLLM counts after so many answers."""
+def page(served: CardAnswers, count: int, running: int = 0, started: str = "1.7e9") -> str:
+    """What vLLM counts after so many answers. started: Unix time of its process; empty if it does not say."""
     labels, sums = 'engine="0",model_name="m"', served.accepted[:count].sum(0)
     lines = [
         f"vllm:spec_decode_num_drafts_total{{{labels}}} {served.drafts[:count].sum()}",
@@ -58,17 +58,19 @@ def page(served: CardAnswers, count: int, running: int = 0) -> str:
             for n, own in enumerate(sums)
         ),
     ]
-    return "\n".join([*lines, "process_start_time_seconds 1.7e9", ""])
+    return "\n".join([*lines, f"process_start_time_seconds {started}" if started else "", ""])
 
 
-def watched(head: str, pages: Iterable[str], *options: str) -> int:
-    """The exit code of the last of as many looks as there are pages."""
+def codes_of(head: str, pages: Sequence[str], *options: str) -> list[int]:
+    """The exit codes of as many looks as there are pages."""
     left = iter(pages)
-    code = 0
     with Server(lambda request: next(left).encode()) as server:
-        for _ in pages:
-            code = main(["watch", "--server", server.url, "--head", head, "--once", *options])
-    return code
+        return [main(["watch", "--server", server.url, "--head", head, "--once", *options]) for _ in pages]
+
+
+def watched(head: str, pages: Sequence[str], *options: str) -> int:
+    """The exit code of the last look."""
+    return codes_of(head, pages, *options)[-1]
 
 
 def test_looks_that_a_state_file_joins_find_a_fall_and_nothing_else(head, tmp_path, capsys):
@@ -177,3 +179,36 @@ def test_another_draft_length_is_named_where_it_is_faster_for_what_is_accepted_n
     assert max(speeds, key=lambda k: speeds[k]) == 1
     said = f"Another draft length would be faster: drafts of 1 by {speeds[1] / speeds[3] - 1:.0%} with 1 at once\n"
     assert said in capsys.readouterr().out
+
+
+def test_a_fall_of_counts_is_no_verdict_until_looks_tell_what_it_was(head, tmp_path, capsys):
+    state = str(tmp_path / "state.json")
+    before, after = page(HEALTHY, 300, started=""), [page(FALLEN, count, started="") for count in range(200, 1401, 100)]
+    codes = codes_of(head, [before, *after], "--state", state)
+    assert codes[:11] == [0, *[3] * 10] and codes[-1] == 1
+    assert "counts fell" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace("300.0", "0.0"), "0 answers so far, of at least 30"),
+        (lambda text: text.replace('position="0"} ', 'position="0"} 9'), "more tokens were accepted than drafted"),
+        (lambda text: text.replace('position="1"} ', 'position="1"} 1'), "more of a later place"),
+    ],
+    ids=["none finished", "more than drafts", "more of a later place"],
+)
+def test_counts_that_show_nothing_or_cannot_be_are_no_verdict(head, change, said, capsys):
+    assert watched(head, [change(page(HEALTHY, 300))]) == 3
+    assert said in capsys.readouterr().out
+
+
+def test_sglangs_draft_length_is_that_of_its_gauge(head, capsys):
+    drafts, accepted = HEALTHY.drafts[:300].sum(), HEALTHY.accepted[:300].sum()
+    labels = 'engine_type="unified",model_name="m",tp_rank="0"'
+    for steps, code, said in ((PLACES, 0, "as measured"), (PLACES - 1, 3, f"drafts {PLACES - 1} tokens")):
+        counts = {"spec_verify_calls_total": drafts, "generation_tokens_total": drafts + accepted + 300}
+        counts |= {"num_requests_total": 300, "spec_num_steps": steps}
+        text = "\n".join(f"sglang:{name}{{{labels}}} {count}" for name, count in counts.items())
+        assert watched(head, [text]) == code
+        assert said in capsys.readouterr().out
