@@ -185,7 +185,7 @@ class Watch:
             drafts = f"drafts {self.length} tokens" if self.length else "does not say how many tokens it drafts"
             return f"the server {drafts}; the card has {measured}. Measure it as it is served: eval bench --card"
         if now.answers is None:
-            return "the server counts no answers, of which drafts are alike: pass saved answers with --counters"
+            return "the server does not count answers, which are the sample: save them, and pass --counters"
         if counts.drafted is not None and counts.drafted < WHOLE * self.length * (counts.drafts or 0):
             mean = counts.drafted / (counts.drafts or 1)
             return f"the server ends drafts early ({mean:.1f} of {self.length} tokens); the card's chains do not"

@@ -133,7 +133,7 @@ def test_drafts_of_answers_that_end_inside_a_draft_are_counted(head, tmp_path, c
         ),
         (
             lambda text: "".join(line for line in text.splitlines(True) if "request_success" not in line),
-            "counts no answers",
+            "does not count answers",
         ),
         (lambda text: text.replace(f" {PLACES * HEALTHY.drafts[:200].sum()}", " 1000.0"), "ends drafts early"),
     ],
