@@ -26,7 +26,7 @@ set -euf   # no *: OLD_DATA may have DIR*0.1
 : "${MAX_NEW_TOKENS:=256}"        # of an answer
 : "${CONFIG:=eagle3-embedded}"    # options of the training: a YAML file, or a shipped one
 : "${EPOCHS:=$([ -n "$OLD_DATA" ] && echo 1 || echo 4)}"
-: "${LR:=2.5e-3}"                 # half of the rate that the head was trained with
+: "${LR:=$([ -n "$OLD_DATA" ] && echo 1.8e-3 || echo 2.5e-3)}"   # a third, or half, of the rate that trained the head
 : "${DRAFTED:=5}"                 # tokens that a round drafts
 : "${FORMAT:=vllm}"               # of the export
 : "${ENGINE:=}"                   # vllm or llamacpp, which then serves the export and is compared with us

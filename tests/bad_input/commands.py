@@ -75,6 +75,7 @@ ROWS = [
     Row("a negative seed", f"{TRAIN} --seed -1", ("--seed", "-1")),
     Row("a rate that is NaN", f"{TRAIN} --lr nan", ("--lr", "finite")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
+    Row("watch: a head without a card", "watch --head {eagle} --server http://127.0.0.1:9 --once", ("card", "--card")),
     Row("certify: no answers", f"eval certify {TARGET}--data {{prompts}} {OUT}", ("prompts", "responses")),
     # Methods without their models, or with numbers that they do not take.
     Row("decode: no draft", f"decode Hi {TARGET}--method spec", ("--head",)),

@@ -35,7 +35,7 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
     "a number for text": (b'{"prompt": 7}', "prompt is 7, expected text"),
     "messages as text": (b'{"messages": "Hi"}', "messages is 'Hi', expected a list"),
     "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "unknown role 'robot'"),
-    "an id that is a list": (b'{"prompt": "a", "id": [1]}', r"\[1\] in column id"),
+    "an id that is a list": (b'{"prompt": "a", "id": [1]}', "a list in column id"),
 }
 
 
