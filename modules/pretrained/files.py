@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RETRY = "Free some space or choose another place, then give the command again."
+CLAIMS = 20  # tries to hold a new file; a file system without locks lets nobody hold one
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 # A file system is never filled to the brim.
 SPARE_BYTES = 64 * 2**20
@@ -56,11 +57,15 @@ def whole(path: Path) -> Iterator[Path]:
     # Random: another process, of this machine or another, may write the same file.
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
-        with writing(path):
-            temporary.touch()
-            # Else `clear_files` would take it for a leftover.
-            with _locked(temporary):
-                yield temporary
+        # It is held until it has its name: another rank's `clear_files` takes what nobody holds for a leftover, also a
+        # file that was made just now.
+        with writing(path), ExitStack() as holding:
+            for _ in range(CLAIMS):
+                temporary.touch()
+                if holding.enter_context(_locked(temporary)) and temporary.exists():
+                    break
+                holding.close()
+            yield temporary
             _sync(temporary)
             publish(temporary, path)
     finally:

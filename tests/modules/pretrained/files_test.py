@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -188,3 +189,19 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
     (tmp_path / "lines").write_text('{"a": 1}\n{"a"')
     with pytest.raises(InputError, match="damaged in line 2"):
         list(read_lines(tmp_path / "lines", {"a": int}))
+
+
+def test_a_rank_that_clears_leftovers_takes_no_file_that_another_is_writing(tmp_path):
+    def clear() -> None:
+        while not (tmp_path / "stop").exists():
+            files.clear_files(tmp_path)
+
+    other = multiprocessing.get_context("fork").Process(target=clear)
+    other.start()
+    try:
+        for number in range(300):
+            write_text(tmp_path / "record.json", str(number))
+    finally:
+        (tmp_path / "stop").touch()
+        other.join()
+    assert other.exitcode == 0 and (tmp_path / "record.json").read_text() == "299"
