@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,7 @@ def whole(path: Path) -> Iterator[Path]:
                 if holding.enter_context(_locked(temporary)) and temporary.exists():
                     break
                 holding.close()
+                time.sleep(0.001)  # while the other removes it
             yield temporary
             _sync(temporary)
             publish(temporary, path)
