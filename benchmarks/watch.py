@@ -1,4 +1,4 @@
-"""How often `draftsmith watch` is wrong, and how soon it is right: python benchmarks/watch.py --head HEAD
+"""Simulate false alarms and delays of `draftsmith watch`: python benchmarks/watch.py --head HEAD
 
 Streams of answers are drawn from those of the head's card, and looked at as counters show them: sums by place after
 every 20 answers. `card`: the watched card is the one that answers are drawn from. `sample`: it is a sample of it, as

@@ -178,3 +178,14 @@ def rendered(template: str, messages: list[dict], **variables: Any) -> str:
     environment.filters["tojson"] = json.dumps
     environment.globals["strftime_now"] = lambda form: variables["now"].strftime(form)
     return environment.from_string(template).render(messages=messages, **variables)
+
+
+def text_of(row: dict, name: str = "input_ids") -> str:
+    """The text of a row's tokens."""
+    return chat_tokenizer(CHATML).decode(row[name])
+
+
+def learned(row: dict) -> str:
+    """The text of the tokens that the loss counts."""
+    mask = row["loss_mask"]
+    return chat_tokenizer(CHATML).decode([t for t, counted in zip(row["input_ids"], mask, strict=True) if counted])

@@ -36,7 +36,7 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
-VAL_SHARE = 0.05  # of the prompts that a training holds out, if it is told no other
+VAL_SHARE = 0.05  # of the prompts, which a training holds out by default
 # What the id of a later row of a session ends in.
 TURN = re.compile(r"/turn-\d+$")
 COLUMNS = {

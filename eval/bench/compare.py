@@ -72,7 +72,7 @@ class Bench:
 
 
 def run(config: CompareConfig) -> int:
-    """Print the notes, the tables of each temperature, and what they show.
+    """Print the notes, and the tables and verdicts of each temperature.
 
     Returns 0 if B is better or not worse in every class, 1 if it is worse in any, 3 if neither is shown.
 

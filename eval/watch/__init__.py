@@ -1,1 +1,1 @@
-"""What servers of heads in production count, and what that says of a head."""
+"""`draftsmith watch`: a server's counters tested against its head's card."""

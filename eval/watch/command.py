@@ -40,7 +40,7 @@ ANEW = "Delete it, or name another file."
 
 @dataclass(frozen=True)
 class Card:
-    """What a head's card measured: answers of its chains, by the tokens of a draft.
+    """Measured answers of a head's chains, by the tokens of a draft, as its card keeps them.
 
     kind: of the head. id: hash of its weights.
     """
@@ -77,7 +77,7 @@ class Card:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a state file must agree with."""
+        """Facts that a state file must share."""
         answers = {str(length): [len(own.drafts), own.tau] for length, own in self.chains.items()}
         return {"head": self.id, "temperature": self.temperature, "answers": answers}
 
@@ -110,7 +110,7 @@ class Look:
 
 @dataclass
 class Watch:
-    """What was counted so far, and what it says.
+    """Counts of a server since its start, and their verdict.
 
     Attributes:
         tally: counts of the server's pages. looks: the latest is the last one; of the others, those of the last hour,
@@ -370,7 +370,7 @@ def line(watch: Watch, alpha: float) -> str:
 
 
 def report(config: WatchConfig, watch: Watch, costs: Sequence[Mapping[str, Any]] | None) -> int:
-    """Print the table and what it says, and return the exit code."""
+    """Print the table and the verdict, and return the exit code."""
     spans = [("since the start", watch.looks[-1] if watch.looks else None)]
     spans += [("the last hour", watch.window(HOUR_S)), ("the last day", watch.window(24 * HOUR_S))]
     card = watch.card.chains.get(watch.length)

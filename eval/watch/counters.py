@@ -1,4 +1,4 @@
-"""What servers count of their drafts: vLLM's, SGLang's and llama.cpp's pages of metrics, and saved answers.
+"""Counts of drafts from vLLM's, SGLang's and llama.cpp's pages of metrics, and from saved answers.
 
 vLLM counts every verified draft, whole: also accepted tokens beyond the end of an answer. SGLang and llama.cpp add the
 counts of an answer when it ends. SGLang has no counter of accepted tokens: they are all tokens but the first of every
@@ -150,7 +150,7 @@ def read_pages(text: str, time: float | None = None) -> Iterator[Snapshot]:
 
 @dataclass
 class Process:
-    """What an engine's process has counted since it started.
+    """Counts of an engine's process since it started.
 
     name: labels of the engine. before: counts of earlier processes that nothing tells apart from this one. answers:
     whose drafts are counted. trial: looks that are not counted yet after an unexplained fall; -1: several servers, of

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RETRY = "Free some space or choose another place, then give the command again."
-CLAIMS = 20  # tries to hold a new file; a file system without locks lets nobody hold one
+ABANDONED_S = 3600.0  # since the last write
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 # A file system is never filled to the brim.
 SPARE_BYTES = 64 * 2**20
@@ -58,18 +58,13 @@ def whole(path: Path) -> Iterator[Path]:
     # Random: another process, of this machine or another, may write the same file.
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
-        # It is held until it has its name: another rank's `clear_files` takes what nobody holds for a leftover, also a
-        # file that was made just now.
-        with writing(path), ExitStack() as holding:
-            for _ in range(CLAIMS):
-                temporary.touch()
-                if holding.enter_context(_locked(temporary)) and temporary.exists():
-                    break
-                holding.close()
-                time.sleep(0.001)  # while the other removes it
-            yield temporary
-            _sync(temporary)
-            publish(temporary, path)
+        with writing(path):
+            temporary.touch()
+            # Else `clear_files` of another machine's rank would take it for a leftover.
+            with _locked(temporary):
+                yield temporary
+                _sync(temporary)
+                publish(temporary, path)
     finally:
         with suppress(OSError):
             # The disk's trouble has been reported.
@@ -255,11 +250,36 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def clear_files(directory: Path) -> None:
-    """Remove the temporary files in a directory that no process holds: those of killed ones."""
+    """Remove the temporary files of killed processes from a directory.
+
+    A file that nobody holds is not yet one: its process holds it a moment after it was made, and safetensors replaces
+    it by one of its own. It is one if no process of this machine has the number in its name, or after an hour, as are
+    safetensors' own (`.tmp` and six letters), which it never holds.
+    """
     for path in directory.glob("*.tmp-[0-9]*-" + 6 * "[0-9a-f]"):
+        number = int(path.name.rpartition(".tmp-")[2].partition("-")[0])
         with _locked(path) as ours, suppress(OSError):
-            if ours:
+            if ours and (not _is_running(number) or _is_abandoned(path)):
                 path.unlink()
+    for path in directory.glob(".tmp??????"):
+        with suppress(OSError):
+            if _is_abandoned(path):
+                path.unlink()
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a process of this machine has this number."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _is_abandoned(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > ABANDONED_S
 
 
 @contextmanager

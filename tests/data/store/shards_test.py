@@ -38,8 +38,10 @@ UNCOMPARED = (MANIFEST, "started.json", "finished.json")
 
 
 def files(directory: Path) -> dict[str, str]:
-    """Content hashes of everything but what names the directory itself."""
-    return {p.name: file_sha256(p) for p in directory.iterdir() if p.name not in UNCOMPARED}
+    """Content hashes of everything but what names the directory itself, and safetensors' own temporary files, which a
+    kill leaves (`files.clear_files` takes them an hour later)."""
+    kept = (p for p in directory.iterdir() if p.name not in UNCOMPARED and not p.match(".tmp??????"))
+    return {p.name: file_sha256(p) for p in kept}
 
 
 def same(left: Path, right: Path) -> None:

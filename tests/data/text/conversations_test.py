@@ -9,7 +9,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import ASSISTANT, CHATML, R1, SYSTEM, USER, chat, chat_model, chat_tokenizer, rendered, rows_of
+from chats import (
+    ASSISTANT,
+    CHATML,
+    R1,
+    SYSTEM,
+    USER,
+    chat,
+    chat_model,
+    learned,
+    rendered,
+    rows_of,
+    text_of,
+)
 
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
@@ -51,15 +63,6 @@ def make(target, tmp_path):
         return rows_of(output), Manifest.read(output).counts
 
     return make
-
-
-def text_of(row: dict, name: str = "input_ids") -> str:
-    return chat_tokenizer(CHATML).decode(row[name])
-
-
-def learned(row: dict) -> str:
-    mask = row["loss_mask"]
-    return chat_tokenizer(CHATML).decode([t for t, counted in zip(row["input_ids"], mask, strict=True) if counted])
 
 
 # As OpenAI, LlamaFactory and Glaive write them.

@@ -16,11 +16,12 @@ from chats import (
     USER,
     chat,
     chat_model,
-    chat_tokenizer,
+    learned,
     make_prompts,
     make_responses,
     rendered,
     rows_of,
+    text_of,
 )
 
 from draftsmith.data.prompts import PromptsConfig, run
@@ -158,15 +159,6 @@ def make(target, tmp_path):
         return rows_of(output), Manifest.read(output).counts, written.decode("latin-1")
 
     return make
-
-
-def text_of(row: dict, name: str = "input_ids") -> str:
-    return chat_tokenizer(CHATML).decode(row[name])
-
-
-def learned(row: dict) -> str:
-    mask = row["loss_mask"]
-    return chat_tokenizer(CHATML).decode([t for t, counted in zip(row["input_ids"], mask, strict=True) if counted])
 
 
 def test_each_request_is_asked_once_and_its_own_answer_is_learned(make):

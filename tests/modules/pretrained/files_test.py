@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -191,17 +192,32 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
         list(read_lines(tmp_path / "lines", {"a": int}))
 
 
-def test_a_rank_that_clears_leftovers_takes_no_file_that_another_is_writing(tmp_path):
+@pytest.mark.parametrize("kind", ["text", "tensors"])
+def test_a_rank_that_clears_leftovers_takes_no_file_that_another_is_writing(tmp_path, kind):
     def clear() -> None:
         while not (tmp_path / "stop").exists():
             files.clear_files(tmp_path)
+
+    def write(number: int) -> None:
+        if kind == "text":
+            write_text(tmp_path / "record", str(number))
+        else:
+            write_tensors(tmp_path / "record", {"number": torch.tensor(number)})
 
     other = multiprocessing.get_context("fork").Process(target=clear)
     other.start()
     try:
         for number in range(300):
-            write_text(tmp_path / "record.json", str(number))
+            write(number)
     finally:
         (tmp_path / "stop").touch()
         other.join()
-    assert other.exitcode == 0 and (tmp_path / "record.json").read_text() == "299"
+    assert other.exitcode == 0 and (tmp_path / "record").exists()
+
+
+def test_safetensors_own_temporary_file_goes_an_hour_after_a_kill(tmp_path):
+    for name, age in ((".tmpAbC123", 3700), (".tmpAbC124", 3500), (".tmpfile", 3700)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    files.clear_files(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".tmpAbC124", ".tmpfile"}
