@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from draftsmith.train.config import TrainConfig
 
@@ -44,15 +45,27 @@ def orthogonalise(batch: Tensor, steps: int = 5, dtype: torch.dtype | None = Non
 
     dtype: of the iteration; None: the batch's.
     """
+    if batch.device.type == "cpu" and len(batch) > 1:
+        # There the product of a batch takes twice the time of its matrices' products.
+        return torch.cat([orthogonalise(matrix[None], steps, dtype) for matrix in batch])
     a, b, c = NEWTON_SCHULZ
     # The iteration multiplies by the smaller Gram matrix.
     wide = batch.shape[1] <= batch.shape[2]
     x = batch if wide else batch.mT
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype or x.dtype)
-    for _ in range(steps):
-        # [N, r, r], r the smaller side.
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+    # [N, r, r], r the smaller side. p(G) X of a long X costs less as (p(G) ..) X, all of whose factors are functions of
+    # the first G; in half precision they lose their symmetry.
+    gram, factor = x @ x.mT, None
+    long = 2 * x.shape[2] > 3 * x.shape[1] and x.dtype.itemsize >= 4
+    for left in reversed(range(steps)):
+        p = b * gram + c * gram @ gram
+        p.diagonal(dim1=1, dim2=2).add_(a)
+        if long:
+            factor, gram = p if factor is None else p @ factor, p @ gram @ p if left else gram
+        else:
+            x = p @ x
+            gram = x @ x.mT if left else gram
+    x = x if factor is None else factor @ x
     return x if wide else x.mT
 
 
@@ -75,8 +88,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Matrices move by orthogonalised momentum times 0.2 sqrt(max(rows, columns)), the size of AdamW's updates, so both
     share a learning rate (Jordan 2024, "Muon"; the scale is of Liu et al. 2025, section 2.2). weight_decay is decoupled
     and acts on matrices only. `torch.optim.Muon` runs Newton-Schulz in bf16, one matrix at a time; on a CPU without
-    bf16 instructions that costs more than the model's own step. Here equal shapes are orthogonalised together, in
-    `iterate_in`: bf16 where the training computes in it, else the weights' own type.
+    bf16 instructions that costs more than the model's own step. Here equal shapes are orthogonalised together on a
+    GPU, in `iterate_in`: bf16 where the training computes in it, else the weights' own type.
     """
 
     def __init__(
@@ -94,9 +107,9 @@ class MuonAdamW(torch.optim.Optimizer):
             {"params": list(matrices), "orthogonal": True, "weight_decay": weight_decay},
             {"params": list(others), "orthogonal": False, "weight_decay": 0.0},
         ]
-        super().__init__(
-            [group for group in groups if group["params"]], {"lr": lr, "betas": betas, "momentum": momentum}
-        )
+        # `fused` keeps the count of steps beside the weights when a state is loaded.
+        defaults = {"lr": lr, "betas": betas, "momentum": momentum, "fused": True}
+        super().__init__([group for group in groups if group["params"]], defaults)
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]  # torch declares two
@@ -107,9 +120,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 # One batched iteration per shape.
                 for shape in dict.fromkeys(param.shape for param in params):
                     self._step_muon([param for param in params if param.shape == shape], group)
-            else:
-                for param in params:
-                    self._step_adam(param, group)
+            elif params:
+                self._step_adam(params, group)
         return loss
 
     def _step_muon(self, params: list[torch.nn.Parameter], group: dict) -> None:
@@ -125,19 +137,18 @@ class MuonAdamW(torch.optim.Optimizer):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-scale)
 
-    def _step_adam(self, param: torch.nn.Parameter, group: dict) -> None:
-        """Update a tensor by Adam with bias correction (Kingma and Ba 2015, algorithm 1)."""
-        assert param.grad is not None
-        state = self.state[param]
-        if not state:
-            state |= {"step": 0, "mean": torch.zeros_like(param), "square": torch.zeros_like(param)}
-        state["step"] += 1
-        (beta1, beta2), count = group["betas"], state["step"]
-        state["mean"].lerp_(param.grad, 1 - beta1)
-        state["square"].lerp_(param.grad.square(), 1 - beta2)
-        # Bias correction of both averages.
-        scale = (state["square"] / (1 - beta2**count)).sqrt_().add_(1e-8)
-        param.addcdiv_(state["mean"], scale, value=-group["lr"] / (1 - beta1**count))
+    def _step_adam(self, params: list[torch.nn.Parameter], group: dict) -> None:
+        """Update tensors by AdamW without a decay, each in one pass over its memory."""
+        for param in params:
+            if not self.state[param]:
+                zeros = {name: torch.zeros_like(param) for name in ("mean", "square")}
+                self.state[param] |= {"step": torch.zeros((), device=param.device), **zeros}
+        mean, square, step = ([self.state[param][name] for param in params] for name in ("mean", "square", "step"))
+        grads, (beta1, beta2) = [cast(Tensor, param.grad) for param in params], group["betas"]
+        adamw(
+            list[Tensor](params), grads, mean, square, [], step, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
+            lr=group["lr"], weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
 
 
 def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -21,9 +21,10 @@ from draftsmith.train.optimizers import MuonAdamW, TimeLimit, lr_share, orthogon
 from draftsmith.train.prepare import make_head
 
 
+@pytest.mark.parametrize("columns", [12, 13])  # 13: long enough for the iteration on the Gram matrix
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-3), (torch.bfloat16, 0.05)])
-def test_orthogonalise_keeps_singular_vectors_and_levels_singular_values(dtype, tolerance):
-    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
+def test_orthogonalise_keeps_singular_vectors_and_levels_singular_values(dtype, tolerance, columns):
+    matrices = torch.randn(3, 8, columns, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     inner = left.mT @ orthogonalise(matrices, dtype=dtype).float() @ right.mT
     values = inner.diagonal(dim1=1, dim2=2)
