@@ -89,9 +89,12 @@ def prepare(
     def token_counts() -> Tensor:
         return samples[0].dataset.token_counts(samples[0].indices, target.info.vocab_size)
 
+    def pair_counts() -> Tensor:
+        return samples[0].dataset.pair_counts(samples[0].indices, target.info.vocab_size)
+
     # The proof of a teacher comes before the head, which may start from the target's logits.
     source = feature_source(config, target, layers, samples, clients or ExitStack())
-    head = make_head(config, target, token_counts)
+    head = make_head(config, target, token_counts, pair_counts)
     data = HeadDataModule(*samples, config)
     return LitDrafter(head, target, config, source=source), data
 
@@ -188,12 +191,18 @@ def feature_source(
     return source
 
 
-def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[], Tensor] | None = None) -> DraftHead:
+def make_head(
+    config: TrainDrafterConfig,
+    target: CausalLM,
+    counts: Callable[[], Tensor] | None = None,
+    pair_counts: Callable[[], Tensor] | None = None,
+) -> DraftHead:
     """Make a head to train, new or from `init`.
 
     Its weights depend on the seed (and the target and the data) alone; torch's global generator stays as it was.
 
-    counts: returns how often each token occurs in the training answers, [V], for heads that ask.
+    counts, pair_counts: return how often each token occurs in the training answers, [V], and behind each other token,
+        [V, V] sparse, for heads that ask.
 
     Raises:
         InputError: the target is of a family whose layers the head cannot have, or `init` is no head, does not fit the
@@ -201,7 +210,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
     """
     drafter = config.drafter
     head_shape = head_config(config, shape_of(target))
-    weights = FrozenWeights(target, counts)
+    weights = FrozenWeights(target, counts, pair_counts)
     if config.init != "random" and drafter.saved_as_model:
         weights.checkpoint = Checkpoint(config.init)
     if config.starting_head is not None:
@@ -213,7 +222,7 @@ def make_head(config: TrainDrafterConfig, target: CausalLM, counts: Callable[[],
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             head = drafter(head_shape)
-        head.start(weights)
+            head.start(weights)
     head.freeze(config)
     return head
 
@@ -251,9 +260,15 @@ def with_shape(config: TrainDrafterConfig, target: LlamaConfig) -> TrainDrafterC
 class FrozenWeights:
     """Weights of a loaded target that a head may start from (`base.TargetWeights`)."""
 
-    def __init__(self, target: CausalLM, counts: Callable[[], Tensor] | None):
-        """counts: see `make_head`."""
+    def __init__(
+        self,
+        target: CausalLM,
+        counts: Callable[[], Tensor] | None,
+        pair_counts: Callable[[], Tensor] | None,
+    ):
+        """counts, pair_counts: see `make_head`."""
         self._target, self._counts, self.checkpoint = target, counts, target.info.files
+        self.pair_counts = pair_counts
 
     @property
     def path(self) -> str:

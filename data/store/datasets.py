@@ -36,6 +36,7 @@ Item = dict[str, Tensor]
 TEXT_COLUMNS = ("input_ids", "loss_mask")
 BATCH_COLUMNS = (*TEXT_COLUMNS, "features", "scale")
 LABEL_COLUMNS = ("accept_prob", "log_q")
+MOST_PAIRS = 2**22  # of neighboring tokens that are counted
 VAL_SHARE = 0.05  # of the prompts, which a training holds out by default
 # What the id of a later row of a session ends in.
 TURN = re.compile(r"/turn-\d+$")
@@ -282,6 +283,23 @@ class ArtifactDataset(Dataset):
         for ids, mask in self.whole_texts(samples):
             counts += np.bincount(ids[mask], minlength=vocab_size)
         return torch.from_numpy(counts)
+
+    def pair_counts(self, samples: Sequence[int], vocab_size: int) -> torch.Tensor:
+        """Count how often each token of an answer follows each other one: [V, V], sparse, a row for the token before.
+
+        Of the first rows of these samples, that hold MOST_PAIRS pairs.
+        """
+        found, left = list[np.ndarray](), MOST_PAIRS
+        for ids, mask in self.whole_texts(samples):
+            places = mask[1:].nonzero()[0][:left]
+            found.append(ids[places] * np.int64(vocab_size) + ids[places + 1])
+            left -= len(places)
+            if not left:
+                break
+        pairs, counts = np.unique(np.concatenate(found), return_counts=True)
+        places, values = torch.from_numpy(np.stack(np.divmod(pairs, vocab_size))), torch.from_numpy(counts)
+        size = (vocab_size, vocab_size)
+        return torch.sparse_coo_tensor(places, values.float(), size, check_invariants=False, is_coalesced=True)
 
     def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield input_ids and loss_mask of the rows that these samples belong to, each row once."""

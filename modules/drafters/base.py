@@ -70,6 +70,11 @@ class TargetWeights(Protocol):
         """Return how often each token occurs in the training answers, [V] int64."""
 
     @property
+    def pair_counts(self) -> Callable[[], Tensor] | None:
+        """Returns how often each token of the training answers follows each other one: [V, V], sparse, a row for the
+        token before. None without such answers."""
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
 

@@ -250,10 +250,10 @@ def test_what_the_optimizer_holds_is_saved_and_the_target_stays_bit_equal(artifa
     seen = {}
     make_head, optimizers = preparing.make_head, LitHead.configure_optimizers
 
-    def watched_head(config, target, counts=None):
+    def watched_head(config, target, *counts):
         seen["target"] = target
         seen["before"] = {name: weight.clone() for name, weight in target.model.state_dict().items()}
-        return make_head(config, target, counts)
+        return make_head(config, target, *counts)
 
     def watched_optimizers(self):
         made = optimizers(self)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.drafters.base import DocumentParts, TrainStep
+from draftsmith.modules.drafters.base import DocumentParts, TargetWeights, TrainStep
 from draftsmith.modules.drafters.block.drafter import SlotNet
 from draftsmith.modules.drafters.block.net import (
     GROUP_SLOTS,
@@ -146,7 +146,7 @@ class BlockHead(BlockNet):
             if isinstance(module, torch.nn.Linear) and module.bias is not None:
                 torch.nn.init.zeros_(module.bias)
         if self.markov_head is not None:
-            # It begins as a head without one.
+            # Without answers to count it begins as a head without one.
             torch.nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     @property
@@ -175,6 +175,10 @@ class BlockHead(BlockNet):
     def freeze(self, settings: BlockSettings) -> None:
         if self.config.draft_vocab_size is not None:
             self.lm_head.requires_grad_(False)
+
+    def start(self, weights: TargetWeights) -> None:
+        if self.markov_head is not None and weights.pair_counts is not None:
+            self.markov_head.start(weights.pair_counts())
 
     # -- loss
 

@@ -38,6 +38,9 @@ from draftsmith.modules.types import InputError, check_config, check_range
 MOST_SLOTS = 256
 # Slots that are attended to together while training: a larger group computes more that its mask hides.
 GROUP_SLOTS = 1024
+# Of a new Markov head: the count of a token that no answer has, and singular vectors beyond those that it takes, which
+# make these more exact.
+UNSEEN, SPARE = 0.1, 16
 
 Layout = Literal["anchor-first", "fill-in"]
 
@@ -175,6 +178,30 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(size + rank, rank)
         elif self.markov_type == "rnn":
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    @torch.no_grad()
+    def start(self, counts: Tensor) -> None:
+        """Begin as the bigram model of the answers, as near as the rank allows: a head learns only what it lacks.
+
+        counts: [V, V] sparse, how often a token (column) follows another (row). With a prior of the tokens' shares p_v
+        that weighs as much as one token, log P(v | u) is log p_v + log(1 + counts[u, v] / p_v), up to a constant of the
+        row: zero for pairs that do not occur. Its largest singular vectors are those of the matrix whose rows and
+        columns are weighted by the square roots of their counts, so that frequent tokens are the nearest.
+        """
+        rank = self.markov_w1.weight.shape[1]
+        before, behind = (torch.sparse.sum(counts, dim).to_dense() for dim in (1, 0))
+        share = (behind + UNSEEN) / (behind + UNSEEN).sum()
+        by_row, by_column = before.clamp_min(1).sqrt(), behind.clamp_min(1).sqrt()
+        row, column = counts.indices()
+        values = (1 + counts.values() / share[column]).log() * by_row[row] * by_column[column]
+        weighted = torch.sparse_coo_tensor(counts.indices(), values, counts.shape, check_invariants=False)
+        u, s, v = torch.svd_lowrank(weighted, min(rank + SPARE, len(counts)))
+        kept, log_share = min(rank - 1, len(s)), share.log()
+        # The first column is that of p_v. A rank beyond the vocabulary leaves some without effect.
+        w1, w2 = self.markov_w1.weight, self.markov_w2.weight.zero_()
+        w1[:, 0], w2[:, 0] = 1.0, log_share - log_share.mean()
+        w1[:, 1 : kept + 1] = (u * s.sqrt() / by_row[:, None])[:, :kept]
+        w2[:, 1 : kept + 1] = (v * s.sqrt() / by_column[:, None])[:, :kept]
 
     def step(self, hidden: Tensor, previous: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return z [.., r] of one slot, and the memory [.., r] for the next one, if it keeps one.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -103,6 +105,16 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(chain, overlap):
     assert pieces.answer_lengths(range(len(pieces))).tolist() == whole.answer_lengths(range(len(whole))).tolist()
     assert pieces.token_counts([0, 1], 4096).equal(whole.token_counts(sorted({*pieces.rows[:2].tolist()}), 4096))
     assert whole.in_pieces(int(whole.lengths.max()), overlap) is whole
+
+
+def test_pairs_are_counted_where_the_second_token_is_of_an_answer(chain):
+    data, expected = open_dataset(chain.directory("responses")), Counter[tuple[int, int]]()
+    for number in (0, 3):
+        ids, mask = (data[number][name].tolist() for name in ("input_ids", "loss_mask"))
+        expected.update(pair for pair, counts in zip(itertools.pairwise(ids), mask[1:], strict=True) if counts)
+    counts = data.pair_counts([0, 3], 4096)
+    found = dict(zip(zip(*counts.indices().tolist(), strict=True), counts.values().tolist(), strict=True))
+    assert found == expected and len(found) > 10
 
 
 def test_rows_are_found_across_shards(chain):

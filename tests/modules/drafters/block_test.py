@@ -441,3 +441,25 @@ def test_transformers_drafts_and_accepts_as_our_chain(tmp_path):
         assert assistant.calls == [len(prompt), *(1 + step.num_accepted for step in steps[:-1])]
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 10
+
+
+@pytest.mark.parametrize("rank", [20, 40])
+def test_a_new_markov_head_is_the_bigram_model_of_the_answers(target: LlamaLM, rank: int) -> None:
+    """Of full rank its law is the counts' with a prior that weighs one token; tokens never seen are a tenth of one."""
+    size, rng = 20, torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 9, (size, size), generator=rng).double() * (torch.rand(size, size, generator=rng) < 0.4)
+    counts[3], counts[:, 5] = 0, 0
+    config = BlockConfig(
+        dataclasses.replace(layers_like(target.config, 1), vocab_size=size), (1, 3), SLOTS, MASK, markov_rank=rank
+    )
+    head = net.MarkovHead(config).double()
+    head.start(counts.to_sparse().coalesce())
+    share = (counts.sum(0) + 0.1) / (counts.sum(0) + 0.1).sum()
+    expected = (counts + share) / (counts.sum(1, keepdim=True) + 1)
+    tokens = torch.arange(size)
+    found = head.add(torch.zeros(size, size).double(), head.step(torch.empty(0), tokens)[0]).softmax(-1)
+    if rank > size:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    # The nearest of fewer: only directions of little weight are left out.
+    assert (found.argmax(1) == expected.argmax(1)).double().mean() > 0.9
+    assert (found[3] - share).abs().max() < 1e-9  # of a token that nothing follows
