@@ -59,8 +59,8 @@ def ends_as_asked(tokens: Sequence[int], ends: Sequence[int], max_tokens: int) -
 class DecidedTokens:
     """N emitted tokens and everything that was known when each was decided.
 
-    Given what was drafted, a token of a lossless method still follows the target: a drafter's distribution depends only
-    on what came before, and a stop policy keeps the token that it looked at.
+    Given these, a token of a lossless method still follows the target: a drafter's distribution depends only on what
+    came before, a stop policy keeps the token that it looked at, and of a block only what was accepted so far is known.
 
     Attributes:
         token: [N] int64.

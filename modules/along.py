@@ -10,14 +10,13 @@ drafts only as far as they are the text, and walks over each answer as decoding 
 decoding's, and so is what is accepted by place (`rounds_by_place`).
 
 Decoding walks over an answer: a round begins where the last one ended. Given an answer x that follows the target's
-distribution p, its rounds are random in a known way. A round drafts y_i from q, accepts it with probability min(1, p/q)
-and replaces the first one that it rejects. So x_i is emitted as an accepted draft with probability min(p, q)(x_i), and
-in any way with p(x_i): given x_i, the draft was accepted with probability min(1, q(x_i) / p(x_i)), whatever came before
-it. Drafts count only as far as they are the answer, so no other branch is read. `visits` adds up how often a round
-begins at each place; their sum is the mean number of rounds that decode this answer. Its mean over answers is
-decoding's, without decoding's own randomness, and tau is the same ratio of sums. Greedily all probabilities are 0 and
-1, and the rounds are decoding's. The mean over all places would be another number: rounds begin more often where drafts
-fail.
+distribution p, its rounds are random in a known way. A round that drafts from q accepts x_1 .. x_i, or more, with the
+probability w_i q(x_1 .. x_i) (decoding/verify.py), and emits them in any way with p(x_1 .. x_i): given x, with
+w_i q / p, which is the least q(x_1 .. x_j) / p(x_1 .. x_j) of all j up to i, and at most 1, whatever comes behind.
+Drafts count only as far as they are the answer, so no other branch is read. `visits` adds up how often a round begins
+at each place; their sum is the mean number of rounds that decode this answer. Its mean over answers is decoding's,
+without decoding's own randomness, and tau is the same ratio of sums. Greedily all probabilities are 0 and 1, and the
+rounds are decoding's. The mean over all places would be another number: rounds begin more often where drafts fail.
 
 S places of a text where a round may begin: all tokens of its answers but their first ones, which come from reading
 prompts. K tokens of the longest draft, T tokens of the text, L lengths of drafts.
@@ -164,8 +163,8 @@ def read(
 
 # -- drafts along a text
 
-# (text, starts [S], limits [S]) -> chances [L, S, K] and lengths [S], see `AlongDrafter`.
-Chances = Callable[[TargetText, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (text, starts [S], limits [S]) -> odds [L, S, K] and lengths [S], see `AlongDrafter`.
+Odds = Callable[[TargetText, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -203,12 +202,13 @@ def rounds_by_place(walks: Sequence[Walk]) -> Tensor:
 class AlongDrafter:
     """Drafter along texts, for its longest drafts.
 
-    chances: of drafts from places [S] of at most limits [S] tokens, the probability [L, S, K] that each token of the
-    text is accepted if those before it are, and the lengths [S] that the drafts have. L is K where drafts depend on
-    how long they are to be, else 1. layers: whose states of the target it reads. stops: an end token ends a draft.
+    odds: of drafts from places [S] of at most limits [S] tokens, q / p [L, S, K] of each token of the text behind those
+    before it (1 or 0 where nothing is drawn: whether it is the draft's), and the lengths [S] that the drafts have. L is
+    K where drafts depend on how long they are to be, else 1. layers: whose states of the target it reads. stops: an end
+    token ends a draft.
     """
 
-    chances: Chances
+    odds: Odds
     layers: tuple[int, ...]
     depth: int
     stops: bool
@@ -219,9 +219,10 @@ class AlongDrafter:
         # The last token that is allowed is the target's own. Drafts go past an end token that they do not foresee.
         limits = torch.cat([answer.limit - own - 1 for answer, own in zip(seen.answers, starts, strict=True)])
         left = torch.cat([answer.end - own for answer, own in zip(seen.answers, starts, strict=True)])
-        chances, drafted = self.chances(seen, torch.cat(starts), limits.clamp(max=self.depth))
+        odds, drafted = self.odds(seen, torch.cat(starts), limits.clamp(max=self.depth))
         used = depth < torch.minimum(torch.minimum(drafted, left), depth[:, None] + 1)[..., None]  # [K, S, K]
-        reached = (chances * used).cumprod(-1)
+        # Logarithms, as products of odds overflow.
+        reached = (odds * used).log().cumsum(-1).cummin(-1).values.clamp_max(0).exp()
         walks = []
         counts = [len(own) for own in starts]
         for answer, *parts in zip(
@@ -265,25 +266,25 @@ def whole(reached: Tensor, left: Tensor) -> Tensor:
 
 def along_lookup(depth: int, ngram: int) -> AlongDrafter:
     """Draft by prompt lookup."""
-    return AlongDrafter(partial(lookup_chances, depth, ngram), (), depth, False)
+    return AlongDrafter(partial(lookup_odds, depth, ngram), (), depth, False)
 
 
 def along_model(depth: int, draft: CausalLM, name: str) -> AlongDrafter:
     """Draft by a draft model."""
-    return AlongDrafter(partial(model_chances, depth, draft, name), (), depth, True)
+    return AlongDrafter(partial(model_odds, depth, draft, name), (), depth, True)
 
 
 def along_head(depth: int, net: DraftNet, longest: int, shorter: bool = True) -> AlongDrafter:
     """Draft by a head's net. longest: text that it reads. shorter: walks of shorter drafts are wanted too."""
     # The slots of a block see each other: a longer one drafts otherwise.
     lengths = range(1, depth + 1) if shorter and isinstance(net, SlotNet) else [depth]
-    return AlongDrafter(partial(head_chances, lengths, net, longest), net.aux_layers, depth, True)
+    return AlongDrafter(partial(head_odds, lengths, net, longest), net.aux_layers, depth, True)
 
 
-def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+def lookup_odds(depth: int, ngram: int, seen: TargetText, starts: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
     """Look drafts up. Nothing is drawn, so that a token is accepted where it is the text's, at any temperature."""
     ids, drafter, sampler = [*seen.ids], PromptLookupDrafter(depth, ngram), Sampler(seen.params, TorchSource(0))
-    chances, lengths = torch.zeros(1, len(starts), depth, dtype=torch.float64), torch.zeros_like(limits)
+    odds, lengths = torch.zeros(1, len(starts), depth, dtype=torch.float64), torch.zeros_like(limits)
     before = -1
     for place, (start, limit) in enumerate(zip(starts.tolist(), limits.tolist(), strict=True)):
         if start != before + 1:
@@ -291,25 +292,25 @@ def lookup_chances(depth: int, ngram: int, seen: TargetText, starts: Tensor, lim
         draft, before = drafter.propose(limit, sampler).tokens, start
         lengths[place] = len(draft)
         for level, (token, there) in enumerate(zip(draft, ids[start:], strict=False)):
-            chances[0, place, level] = token == there
+            odds[0, place, level] = token == there
         drafter.advance(Outcome((ids[start],), 0, torch.empty(0), torch.empty(0)))
-    return chances, lengths
+    return odds, lengths
 
 
 @torch.inference_mode()
-def model_chances(
+def model_odds(
     depth: int, draft: CausalLM, name: str, seen: TargetText, starts: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Read the text with a draft model: behind accepted drafts, which are the text, it drafts as behind the text."""
     ids = torch.tensor(seen.ids, device=draft.device)
-    hidden, chance = draft.features(ids[None])[0], torch.zeros(len(ids) + depth, dtype=torch.float64)
+    hidden, odds = draft.features(ids[None])[0], torch.zeros(len(ids) + depth, dtype=torch.float64)
     for piece in pieces(len(starts), max(1, LOGITS // draft.info.vocab_size)):
         at = starts[piece].to(draft.device)
-        chance[starts[piece]] = accepted(draft.lm_head(hidden[at - 1]), ids[at], seen, at, name)
-    return chance[starts[:, None] + torch.arange(depth)][None], limits
+        odds[starts[piece]] = odds_of(draft.lm_head(hidden[at - 1]), ids[at], seen, at, name)
+    return odds[starts[:, None] + torch.arange(depth)][None], limits
 
 
-def head_chances(
+def head_odds(
     lengths: Sequence[int], net: DraftNet, longest: int, seen: TargetText, starts: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draft from each place of the text as the head does, in drafts of these lengths. longest: text that it reads."""
@@ -318,23 +319,23 @@ def head_chances(
     limits = torch.where((starts >= net.first_start) & (starts + depth <= longest), limits, 0)
     drafting = limits.nonzero()[:, 0]
     first = starts[drafting].to(net.device)
-    chances = torch.zeros(len(lengths), len(starts), depth, dtype=torch.float64)
+    odds = torch.zeros(len(lengths), len(starts), depth, dtype=torch.float64)
 
     def draw(row: int, piece: slice, level: int, logits: Tensor) -> Tensor:
         at = (first[piece] + level).clamp_max(len(ids) - 1)
-        chances[row, drafting[piece], level] = accepted(logits, ids[at], seen, at, net.name)
+        odds[row, drafting[piece], level] = odds_of(logits, ids[at], seen, at, net.name)
         return ids[at]
 
     for row, length in enumerate(lengths) if len(drafting) else ():
         seen.open(BranchDrafter(net, length), opened).grow(first.tolist(), length, partial(draw, row))
-    return chances, limits
+    return odds, limits
 
 
 # -- what is kept
 
 
-def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name: str) -> Tensor:
-    """Return min(1, q / p) of the text's tokens [N] at these places [N], from a drafter's logits [N, V].
+def odds_of(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name: str) -> Tensor:
+    """Return q / p of the text's tokens [N] at these places [N], from a drafter's logits [N, V]; greedily 1 or 0.
 
     Raises:
         NonFinite: the logits, of the drafter `name`.
@@ -345,7 +346,7 @@ def accepted(logits: Tensor, tokens: Tensor, seen: TargetText, at: Tensor, name:
     checked(torch.where(q.isnan(), NO_TOKEN, 0), "probabilities", name)
     p = seen.prob[at.to(seen.prob.device)].to(q.device)
     # A token that the target never samples here was not sampled by it.
-    return torch.where(p > 0, q / p, 0.0).clamp_max(1.0).cpu()
+    return torch.where(p > 0, q / p, 0.0).cpu()
 
 
 def kept_greedily(drafted: Tensor, starts: Tensor, seen: TargetText) -> Tensor:

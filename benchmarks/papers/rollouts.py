@@ -5,7 +5,7 @@ probability min(1, q(x)/p(x)), else it is drawn from norm((q - p)+) and rejected
 sampling: the draft is distributed as q, is accepted with min(1, p/q), and X is the target's own token after a
 rejection (a maximal coupling; Leviathan et al. 2023, algorithm 1). One uniform number a place decides for every round
 that reaches it. Greedily a token is accepted where it is X's. A round that accepts n tokens is followed by the one n
-+ 1 places on, so the counts are those of decoding, token by token.
++ 1 places on, so the counts are those of decoding with drafts verified token by token, as in the papers.
 
 S places, all tokens of the answers but their first; K drafted tokens. `modules/along.py` takes the mean over drafts in
 place of drawing them, but rules look at what was drafted in vain, too.

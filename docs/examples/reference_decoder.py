@@ -5,7 +5,7 @@
 TARGET is a directory that transformers loads, HEAD a directory that `draftsmith train eagle3` wrote. A round has four
 parts: draft some tokens, score them with one call of the target, keep the ones that the target agrees with, and take
 one more token from the target itself. The output follows the target's own distribution exactly, whatever was drafted
-(Leviathan et al. 2023; Li et al. 2025). Draftsmith's decoder is tested against this file.
+(Leviathan et al. 2023; Sun et al. 2024; Li et al. 2025). Draftsmith's decoder is tested against this file.
 """
 
 import json
@@ -148,25 +148,37 @@ def verify(tokens, parents, draft_probs, logits, temperature, uniform):
 
     logits: [1 + nodes, V], of the last known token and of every node.
     """
+    if draft_probs is not None:
+        return verify_block(tokens, draft_probs, distribution(logits, temperature), uniform)
     path, node = [], -1
     while True:
         p = distribution(logits[node + 1], temperature)
-        children = [i for i, parent in enumerate(parents) if parent == node]
-        if draft_probs is None or not children:
-            # Draw from p: if the token was drafted, it is accepted, else it is the target's own.
-            token = sample(p, uniform) if temperature > 0 else int(p.argmax())
-            child = next((i for i in children if tokens[i] == token), None)
-            if child is None:
-                return path, token
-        else:
-            # A chain sampled from q: accept with min(1, p / q), else draw from the normalized excess of p over q.
-            (child,) = children
-            q, token = draft_probs[child], tokens[child]
-            if uniform() >= min(1.0, float(p[token] / q[token])):
-                excess = (p - q).clamp_min(0)
-                return path, sample(excess / excess.sum() if excess.sum() > 0 else p, uniform)
+        # Draw from p: if the token was drafted, it is accepted, else it is the target's own.
+        token = sample(p, uniform) if temperature > 0 else int(p.argmax())
+        child = next((i for i, parent in enumerate(parents) if parent == node and tokens[i] == token), None)
+        if child is None:
+            return path, token
         path.append(child)
         node = child
+
+
+def verify_block(tokens, q, p, uniform):
+    """Verify a chain that was sampled from q [K, V], with p [K + 1, V] (block verification, Sun et al. 2024)."""
+    weights = [1.0]
+    for i, token in enumerate(tokens):
+        weights.append(min(1.0, weights[-1] * float(p[i, token]) / float(q[i, token])))
+    # The longest part whose coin shows heads is accepted.
+    for i in range(len(tokens), 0, -1):
+        chance = weights[i]
+        if i < len(tokens) and chance < 1:
+            excess = float((chance * p[i] - q[i]).clamp_min(0).sum())
+            chance = excess / (excess + 1 - chance)
+        if uniform() < chance:
+            break
+    else:
+        i = 0
+    own = (weights[i] * p[i] - q[i]).clamp_min(0) if i < len(tokens) else p[i]
+    return list(range(i)), sample(own / own.sum() if own.sum() > 0 else p[i], uniform)
 
 
 @torch.inference_mode()

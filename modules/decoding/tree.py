@@ -37,12 +37,6 @@ class DraftTree:
     def is_chain(self) -> bool:
         return self.parents == chain_parents(len(self.tokens))
 
-    def drawn_from(self, parent: int) -> Tensor | None:
-        """Return the distribution [V] that the first child of a node was drawn from; None without one."""
-        if self.draft_prob is not None:
-            return self.draft_prob[parent + 1] if parent + 1 < len(self.tokens) else None
-        return None if self.drawn is None else self.drawn.get(parent)
-
 
 @functools.cache
 def chain_parents(count: int) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from draftsmith.modules.formats.base import Served
 
 # Defaults of vLLM's options, and what they exclude (config/speculative.py, config/vllm.py).
 DRAWN = (
-    'For temperatures above 0 add "draft_sample_method": "probabilistic": by default vLLM drafts the likeliest tokens.'
+    'For temperatures above 0 add "draft_sample_method": "probabilistic", as by default vLLM drafts the likeliest '
+    'tokens, and where its V2 model runner runs, "rejection_sample_method": "block".'
 )
 V2 = "vLLM drafts with it in its V2 model runner alone, which needs Triton."
 ADAPTIVE = 'Without full CUDA graphs, with LoRA or pipeline parallelism remove "enable_adaptive_verification".'

@@ -19,7 +19,7 @@ import own_code  # noqa: F401
 import pytest
 from exported import cases, command, documented, read
 from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
-from vllm.config.speculative import DraftSampleMethod
+from vllm.config.speculative import DraftSampleMethod, RejectionSampleMethod
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -70,8 +70,9 @@ def test_other_printed_and_documented_commands_have_options_of_vllm():
     printed = [vllm_command("draft_model", served), vllm_command("eagle3", served), MtpFormat().serve(served)]
     assert "--model-impl transformers" in printed[1]
     fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    drawn = re.search(r'"draft_sample_method": "(\w+)"', DRAWN)
-    assert drawn is not None and drawn[1] in get_args(DraftSampleMethod)
+    named = dict(re.findall(r'"(\w+)": "(\w+)"', DRAWN))
+    assert named["draft_sample_method"] in get_args(DraftSampleMethod)
+    assert named["rejection_sample_method"] in get_args(RejectionSampleMethod)
     for _, _, *words in [*map(shlex.split, printed), *documented("vllm serve")]:
         assert (PARSER.parse_args(words).speculative_config or {}).keys() <= fields
 

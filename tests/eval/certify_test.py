@@ -24,10 +24,10 @@ from draftsmith.eval.certify import Answered, CertifyConfig, ServerAnswers, gree
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.plain import PromptAnswer
+from draftsmith.modules.decoding.verify import _LazyNumbers
 from draftsmith.modules.drafters.method_names import parse_method
 from draftsmith.modules.pretrained.heads import save_head
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -106,12 +106,9 @@ def honest(models, prompts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def mistaken(models, prompts, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchSource, "accept", accepts_too_often)
+        odds = _LazyNumbers.odds
+        patch.setattr(_LazyNumbers, "odds", lambda *arguments: 1.6 * odds(*arguments))
         return answers(models, prompts, tmp_path_factory.mktemp("mistaken") / "answers")
-
-
-def accepts_too_often(source: TorchSource, prob: float) -> bool:
-    return source.uniform() < 1.6 * prob
 
 
 def certified(models, tmp_path, served: Path, control: Path | None, **changes: Any) -> tuple[int, list[dict]]:

@@ -126,11 +126,12 @@ def test_every_head_drafts_as_in_decoding(name):
         walk = walks_of(f"{method},{name}:k=3", models, text_of(prompt, made.tokens), params)[method]
         begin = 1
         for done in rounds[1:]:
-            expected, depth = 1.0, min(len(done.tree.tokens), done.num_accepted + 1, 30 - begin)
+            expected, odds, depth = 1.0, 1.0, min(len(done.tree.tokens), done.num_accepted + 1, 30 - begin)
             for place in range(depth):
                 x = made.tokens[begin + place]
                 p, q = warped(done.logits[place], params)[x], float(done.tree.draft_prob[place][x])
-                expected *= min(1.0, q / p)
+                odds *= q / p
+                expected = min(expected, odds)
                 assert walk.reached[begin - 1, place] == pytest.approx(expected, abs=1e-4)
                 compared += 1
             begin += len(done.tokens)

@@ -3,15 +3,17 @@ What comes out is enumerated in exactness_test.py."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.tables import PROMPT, TableLM, V
+from oracles.formulas import warped
+from oracles.tables import PROMPT, TableLM, V, enumerate_branches
 from torch import Tensor
 
 from draftsmith.eval.bench.runner import read_tree
@@ -80,6 +82,57 @@ def test_numbers_computed_ahead_give_the_verdicts_of_the_lazy_ones(setting, seed
     kinds = {True} if params.greedy else {False, True}
     assert {(kind, length) for kind, length, _ in seen} >= {(kind, length) for kind in kinds for length in (1, 2, 3)}
     assert {accepted for *_, accepted in seen} >= {0, 1, 2}
+
+
+def chains(draft: TableLM, params: SamplingParams, length: int, last: int | None) -> Iterator[tuple[DraftTree, float]]:
+    """All chains that a drafter can draw, with their probabilities. They end early behind the token `last`."""
+    grown = [((), (), 1.0)]
+    while grown:
+        tokens, rows, weight = grown.pop()
+        if len(tokens) == length or last in tokens:
+            yield DraftTree(tokens, chain_parents(len(tokens)), torch.tensor(rows, dtype=torch.float64)), weight
+            continue
+        q = warped(draft.row((*PROMPT, *tokens))[0], params)
+        grown += [((*tokens, x), (*rows, q), weight * q[x]) for x in range(V) if q[x] > 0]
+
+
+@pytest.mark.parametrize("last", [None, 0])
+@pytest.mark.parametrize("setting", ["T=1", "T=0.7,top_k=2"])
+@pytest.mark.parametrize(("length", "support"), [(1, (V,)), (2, (V,)), (3, (3, V)), (4, (2, 3))])
+def test_a_block_emits_the_targets_distribution_and_accepts_as_much_as_possible(length, support, setting, last):
+    """Every drafted chain and every coin, also where the chain's own tokens end it."""
+    params, gained = SETTINGS[setting], 0.0
+    for seed in range(4):
+        target, draft = TableLM(seed, support), TableLM(seed + 50, support)
+        # Probabilities that a round begins with some tokens, and that it accepts them all.
+        emitted, accepted = defaultdict(float), defaultdict(float)
+        for tree, drawn in chains(draft, params, length, last):
+            logits = torch.stack([target.row((*PROMPT, *tree.tokens[:i]))[0] for i in range(len(tree.tokens) + 1)])
+
+            def run(source, tree=tree, logits=logits, ahead=bool(seed % 2)):
+                return verify(tree, logits, Sampler(params, source), ahead)
+
+            for verdict, weight in enumerate_branches(run):
+                tokens = (*tree.tokens[: len(verdict.path)], verdict.next_token)
+                for i in range(len(tokens)):
+                    emitted[tokens[: i + 1]] += drawn * weight
+                    accepted[tokens[:i]] += drawn * weight
+
+        def rows(model, prefix, params=params):
+            return warped(model.row((*PROMPT, *prefix))[0], params)
+
+        assert accepted[()] == pytest.approx(1, abs=1e-12)
+        for prefix, weight in accepted.items():
+            for x, p in enumerate(rows(target, prefix)):
+                assert emitted[(*prefix, x)] == pytest.approx(weight * p, abs=1e-12)
+            # The most that any verification can accept: tokens that q draws, then those that p continues with.
+            p, q = ([rows(model, prefix[:i])[x] for i, x in enumerate(prefix)] for model in (target, draft))
+            most = min(math.prod([*q[:i], *p[i:]]) for i in range(len(prefix) + 1))
+            one_by_one = math.prod(map(min, p, q))
+            assert weight == pytest.approx(most, abs=1e-12) and most >= one_by_one - 1e-12
+            gained += most - one_by_one
+    if length > 1 and setting == "T=1":
+        assert gained > 1e-3
 
 
 class Reader:
