@@ -6,6 +6,7 @@ all that belongs to a step is done, so that a resumed run repeats nothing and sk
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from draftsmith.data.console import log_note, progress_bar
 from draftsmith.modules.pretrained.card import model_card
 from draftsmith.modules.pretrained.files import CannotWrite
 from draftsmith.modules.pretrained.heads import head_fields, original_of, save_head
+from draftsmith.modules.types import InputError
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
@@ -136,12 +138,19 @@ class Save(pl.Callback):
         if state.unvalidated:
             return self._save(trainer, pl_module)
         metrics = state.latest
-        monitor, sign = best_metric(pl_module, metrics)
-        # The best so far may be without it: tau may be measured since a resumption only.
-        kept = state.best.get(monitor, float("nan"))
-        better = monitor in metrics and (kept != kept or sign * metrics[monitor] >= sign * kept)
-        if better and not self._save_head(trainer, pl_module, "best", metrics):
-            state.best = {**metrics, "step": float(step)}
+        # By a metric that both have: tau may be measured since a resumption only.
+        common = metrics.keys() & state.best.keys() if state.best else metrics.keys()
+        monitor, sign = best_metric(pl_module, {name: metrics[name] for name in common})
+        new, kept = (sign * own.get(monitor, math.nan) for own in (metrics, state.best))
+        # Of equals the later one has learned more; but weights that the training began with are kept.
+        tied = new == kept and state.best["step"] > 0
+        if not state.best or new > kept or tied or (math.isnan(kept) and not math.isnan(new)):
+            failure = self._save_head(trainer, pl_module, "best", metrics)
+            if failure and not step:
+                # A later head would take its place unseen, and nothing is lost yet.
+                raise InputError("output", f"no room for best/ ({failure})", "room for it", "Free some space.")
+            if not failure:
+                state.best = {**metrics, "step": float(step)}
         # Without --save-every they follow each validation.
         if not trainer.sanity_checking and (not every or step % every == 0 or trainer.should_stop):
             self._save(trainer, pl_module)
@@ -296,6 +305,21 @@ def exit_code(number: int) -> int:
         log_note(f"job {job} cannot be requeued: {problem}")
         return 128 + number
     return 0
+
+
+def outcome(module: LitHead) -> str:
+    """Say that training from trained weights brought nothing, or that nothing tells; else return an empty string."""
+    best, latest = module.state.best, module.state.latest
+    if not latest:
+        begun = "warning: nothing was validated: best/ is the last head, which may be worse than the one it began with"
+        return begun if module.head.trained else ""
+    if best["step"]:
+        return ""
+    name, _ = best_metric(module, {name: latest[name] for name in latest.keys() & best.keys()})
+    return (
+        f"no validation was better than the head it began with ({name} {best[name]:.4g}; last: {latest[name]:.4g}): "
+        "best/ holds that, unchanged. Try a lower --lr, or other data"
+    )
 
 
 def mismatch(metrics: Mapping[str, float]) -> str:

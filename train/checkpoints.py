@@ -30,7 +30,7 @@ FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SHAPE = {"files": {STATE: {"sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # Parts of the state that are plain values.
-PLAIN = ("best", "latest", "calibration", "unvalidated")
+PLAIN = ("best", "latest", "calibration", "unvalidated", "tau_on")
 # Exceptions that reading a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
@@ -41,7 +41,8 @@ class TrainState:
 
     means: losses that are yet to be logged. bad_steps: skipped ones. time_limit: plan of a training by the clock. best,
     latest: metrics of the validation of best/, and of the last one. calibration: scale and shift of an acceptance head,
-    fitted by the last validation. unvalidated: a signal left no time for the validation after the last step.
+    fitted by the last validation. unvalidated: a signal left no time for the validation after the last step. tau_on:
+    digest of the answers that tau was measured along.
     """
 
     bad_steps: BadSteps
@@ -51,6 +52,7 @@ class TrainState:
     latest: dict[str, float] = field(default_factory=dict)
     calibration: tuple[float, float] = (1.0, 0.0)
     unvalidated: bool = False
+    tau_on: str = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks together; all of them must call it."""
@@ -63,7 +65,7 @@ class TrainState:
             self.means.load(state["means"])
         self.bad_steps.load(state["bad_steps"])
         for name in PLAIN:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))
         if self.time_limit is not None:
             self.time_limit.load(state["time_limit"])
 

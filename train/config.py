@@ -198,11 +198,6 @@ class TrainConfig(Optimization, Hardware, Tracking):
         """Directory of the trained head that the training starts from; None without one."""
         return None
 
-    @property
-    def starts_trained(self) -> bool:
-        """Whether the training starts from weights that may be better as they are."""
-        return self.starting_head is not None
-
     def num_steps(self, per_epoch: int) -> int:
         """Return the number of steps, of which an epoch has `per_epoch`; MOST if the clock decides."""
         if self.minutes:
@@ -287,10 +282,6 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     @property
     def starting_head(self) -> str | None:
         return None if self.init == "random" or self.drafter.saved_as_model else self.init
-
-    @property
-    def starts_trained(self) -> bool:
-        return self.init != "random"
 
     @property
     def most_at_once(self) -> int:

@@ -40,6 +40,7 @@ from draftsmith.train.callbacks import (
     Validate,
     exit_code,
     mismatch,
+    outcome,
     untested_lengths,
 )
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, newest_intact, step_of
@@ -172,7 +173,7 @@ def _fit(
             default_root_dir=config.output,
         )
         # It is validated as step 0, and is best/ until another is better.
-        if checkpoint is None and config.starts_trained:
+        if checkpoint is None and module.head.trained:
             module.state.unvalidated = trainer.limit_val_batches > 0
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -207,7 +208,8 @@ def _conclude(module: LitHead, data: HeadDataModule, trainer: pl.Trainer, save: 
     trainer.strategy.barrier("finished")
     if rank() == 0:
         print_text(f"{kind} head: {config.output / 'best'} (step {best.get('step', 0):.0f})")
-        for line in filter(None, (mismatch(latest), untested_lengths(module, data.train.lengths))):
+        lines = outcome(module), mismatch(latest), untested_lengths(module, data.train.lengths)
+        for line in filter(None, lines):
             print_text(line)
     # A signal in the last step: the training is complete, but nothing more was wanted.
     if interrupted in {signal.SIGINT, signal.SIGTERM}:

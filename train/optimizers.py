@@ -198,6 +198,9 @@ class TimeLimit:
         self._pause = max(self._pause, seconds)
         if self._mark is not None:
             self._mark = self._mark[0], self._mark[1] + seconds
+        else:
+            # Before the first step: no part of the schedule, whose warm-up would be over at once.
+            self._began += seconds
 
     def wants_trial(self) -> bool:
         """Return whether it is time to validate, so that the length of the last validation is known."""

@@ -223,6 +223,7 @@ def make_head(
             torch.manual_seed(config.seed)
             head = drafter(head_shape)
             head.start(weights)
+        head.trained |= config.init != "random"
     head.freeze(config)
     return head
 

@@ -82,7 +82,7 @@ class TauProbe:
     Beside it stands `tau_general`, on general prompts that ship: tau on held-out training data does not predict other
     text.
 
-    measured: description of the measurement, for the log.
+    measured: description of the measurement, for the log. digest: of the held-out answers.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TauProbe:
         """layers: whose states the head is trained on (`DraftHead.loss_layers`). depth: tokens of a draft. held_out,
         general: the same on every rank; each rank reads its share. params: how the answers were sampled."""
         self.target, self.layers, self.depth, self.params = target, layers, depth, params
-        self.counts = len(held_out), len(general)
+        self.counts, self.digest = (len(held_out), len(general)), digest(held_out)
         self._texts = [[self._read(own) for own in texts[rank() :: num_ranks()]] for texts in (held_out, general)]
         lengths, shipped = [own.begin for own in held_out], f", tau_general on {len(general)} that ship"
         sizes = f"{len(held_out)} prompt(s) of {min(lengths):,} to {max(lengths):,} tokens{shipped if general else ''}"
@@ -149,7 +149,13 @@ class MeasureTau(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if isinstance(pl_module, LitDrafter) and pl_module.config.tau_prompts and trainer.limit_val_batches:
-            pl_module.probe = tau_probe(pl_module, cast(Any, trainer).datamodule.val)
+            probe = pl_module.probe = tau_probe(pl_module, cast(Any, trainer).datamodule.val)
+            if probe is not None:
+                state = pl_module.state
+                if state.tau_on not in ("", probe.digest):
+                    # Resumed with other prompts: tau of best/ is not comparable.
+                    state.best.pop("tau", None)
+                state.tau_on = probe.digest
 
 
 def tau_probe(module: LitDrafter, val: Samples) -> TauProbe | None:

@@ -69,6 +69,7 @@ class AcceptanceHead(nn.Module):
 
     kind = "acceptance"
     Config = AcceptanceHeadConfig
+    trained = False  # as `DraftHead.trained`
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()

@@ -115,6 +115,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
     monitor: validation metric that picks best/, its largest value.
     output: lm_head that it drafts with in place of the target's, if any.
     tied_to_target: names of weights that are the target's and never trained; the manifest records them.
+    trained: its weights come from a training: from a head's file, or a module that its target ships.
     """
 
     kind: ClassVar[str]
@@ -133,6 +134,7 @@ class DraftHead(nn.Module, ABC, Generic[ConfigT, SettingsT]):
 
     config: ConfigT
     tied_to_target: tuple[str, ...] = ()
+    trained: bool = False
     output: Callable[[Tensor], Tensor] | None = None
 
     # -- a new head

@@ -110,6 +110,7 @@ class MtpHead(UnrolledHead[MtpConfig, MtpSettings]):
             return
         try:
             self.load_state_dict(state)
+            self.trained = True
         except RuntimeError as error:
             # torch says in many lines which parts are missing, unknown or of another shape.
             found = " ".join(str(error).partition(":")[2].split())[:300]

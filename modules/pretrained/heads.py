@@ -258,6 +258,7 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     head = class_of(kind)(config)
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)
+    head.trained = True
     return head
 
 
