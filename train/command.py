@@ -9,7 +9,9 @@ from pathlib import Path
 from draftsmith.data.engines.own import set_threads
 from draftsmith.data.settings import with_dtype
 from draftsmith.data.store.writer import writing_alone
+from draftsmith.modules.formats import MTP
 from draftsmith.modules.pretrained.checkpoint import Checkpoint
+from draftsmith.modules.pretrained.stitch import ships_mtp
 from draftsmith.train import plan
 from draftsmith.train.config import TrainAcceptanceConfig, TrainDrafterConfig
 from draftsmith.train.prepare import TrainedConfig, prepare, with_shape
@@ -28,7 +30,8 @@ def run(config: TrainedConfig) -> Path | None:
     target = None
     if isinstance(config, TrainDrafterConfig):
         target = Checkpoint(config.target, config.trust_remote_code)
-        config = resolve_precision(with_shape(config, target.shape))
+        trained = config.init != "random" or (config.kind == MTP and ships_mtp(target))
+        config = resolve_precision(with_shape(config, target.shape).by_start(trained))
         config = with_dtype(config, target, device_kind(config))
         if config.plan:
             plan.show(config, target)

@@ -283,6 +283,11 @@ class TrainDrafterConfig(Planning, AcceptanceLength, TrainConfig):
     def starting_head(self) -> str | None:
         return None if self.init == "random" or self.drafter.saved_as_model else self.init
 
+    def by_start(self, trained: bool) -> TrainDrafterConfig:
+        """Fill in the options whose default depends on whether the head was trained before."""
+        own: Any = self
+        return dataclasses.replace(self, **own.defaults_by_start(trained))
+
     @property
     def most_at_once(self) -> int:
         return self.span_tokens if self.tokens_per_batch and self.drafter.takes_spans else 0
@@ -295,7 +300,11 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
     common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
     types = get_type_hints(TrainDrafterConfig)
     defaults = [
-        (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
+        (
+            name,
+            types[name] if value is not None else types[name] | None,
+            dataclasses.field(default=value, metadata=common[name].metadata),
+        )
         for name, value in own.defaults.items()
     ]
 

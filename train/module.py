@@ -386,6 +386,7 @@ class LitDrafter(LitHead):
             config = drafter_config(head.kind)(data=place, output=place, target=IN_PYTHON)
         if config.target == IN_PYTHON:
             config = dataclasses.replace(config, target=target.info.path or IN_PYTHON)
+        config = config.by_start(head.trained)
         super().__init__(head, dataclasses.replace(config, **head.shape(head.config)), frozen="target")
         # Only noise needs it, and reading samples for it takes seconds.
         self.feature_std = None if getattr(config, "noise", 0.0) > 0 else 1.0

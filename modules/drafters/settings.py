@@ -58,6 +58,10 @@ class HeadSettings:
     def __post_init__(self) -> None:
         """Raise InputError for a value that is not possible."""
 
+    def defaults_by_start(self, trained: bool) -> Options:
+        """Return the options whose default depends on whether the head was trained before."""
+        return {}
+
 
 def check_window(window: int | None, drafted: int | None) -> None:
     """Raise InputError unless a window, if there is one, is longer than drafts of so many tokens."""
@@ -196,11 +200,15 @@ class Eagle3Settings(UnrolledSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSettings(UnrolledSettings):
-    """Train the MTP module of a target: the one that its files hold, or a new one if they hold none."""
+    """Train the MTP module of a target: the one that its files hold, or a new one if they hold none. Without --lr a
+    trained module begins at 2e-5, a new one at 1e-4; small targets want more."""
 
-    defaults = {"epochs": 2, "lr": 1e-4, "clip": 0.5}
+    defaults = {"epochs": 2, "lr": None, "clip": 0.5}
 
     ttt_steps: int = 3
+
+    def defaults_by_start(self, trained: bool) -> Options:
+        return {"lr": 2e-5 if trained else 1e-4} if getattr(self, "lr", None) is None else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,17 @@ def test_weights_that_nothing_later_beats_are_kept_bit_for_bit(artifacts, tmp_pa
     assert "0 steps" in (best / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("ships", "lr"), [(True, 2e-5), (False, 1e-4)])
+def test_a_trained_module_has_a_lower_rate_than_a_new_one(artifacts, tmp_path, monkeypatch, ships, lr):
+    """As the command resolves it, before anything is loaded, and in a script."""
+    target = qwen(tmp_path, ships)
+    settings = drafter_config("mtp")(data=artifacts.responses, target=str(target), output=tmp_path / "run")
+    monkeypatch.setattr("draftsmith.train.command.train", lambda config, *_: config)
+    assert run(settings).lr == lr and run(dataclasses.replace(settings, lr=1e-3)).lr == 1e-3
+    lm = load_lm(str(target))
+    assert LitDrafter(draftsmith.new_head(settings, lm), lm, settings).config.lr == lr
+
+
 @pytest.fixture(scope="module")
 def start(artifacts, tmp_path_factory) -> str:
     """A head that training with HARM makes worse by every metric."""
