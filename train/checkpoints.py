@@ -65,7 +65,7 @@ class TrainState:
             self.means.load(state["means"])
         self.bad_steps.load(state["bad_steps"])
         for name in PLAIN:
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state[name])
         if self.time_limit is not None:
             self.time_limit.load(state["time_limit"])
 

@@ -63,7 +63,7 @@ COLUMNS = (
 # The shape, as each side says it. {anchors}: blocks of a pack; ours counts them by text.
 OUR_SHAPE = {
     "eagle3": f"--version 3-norm --draft-vocab {VOCAB} --ttt-steps 3",
-    "dspark": "--num-layers 5 --block 8 --markov-rank 256 --anchors {anchors}",
+    "dspark": "--num-layers 5 --block 8 --markov-rank 256 --anchors {anchors} --loss-vocab 8192",
 }
 THEIR_SHAPE = {
     "eagle3": "--norm-before-fc --no-norm-output --no-norm-before-residual --full-attention-indices 0",

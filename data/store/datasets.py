@@ -297,9 +297,9 @@ class ArtifactDataset(Dataset):
             if not left:
                 break
         pairs, counts = np.unique(np.concatenate(found), return_counts=True)
-        places, values = torch.from_numpy(np.stack(np.divmod(pairs, vocab_size))), torch.from_numpy(counts)
+        indices, values = torch.from_numpy(np.stack(np.divmod(pairs, vocab_size))), torch.from_numpy(counts)
         size = (vocab_size, vocab_size)
-        return torch.sparse_coo_tensor(places, values.float(), size, check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(indices, values.float(), size, check_invariants=False, is_coalesced=True)
 
     def whole_texts(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield input_ids and loss_mask of the rows that these samples belong to, each row once."""

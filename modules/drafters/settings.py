@@ -257,7 +257,8 @@ class BlockSettings(HeadSettings):
             DFlash and DSpark heads; DFlash2's do. 0: all. Default: all, or that of the head it starts from.
         mask_token: Token that stands in the slots to fill, one that texts do not have. Default: the target's last one.
         markov_rank: Width of the Markov head, which adds to a token's logits what the token before it says; 0 for none.
-            Default: 64, for DFlash 0, or as the head it starts from.
+            A new one begins with what the training answers' pairs of tokens say. Default: 64, for DFlash 0, or as the
+            head it starts from.
         confidence: Train a confidence head, by which servers cut drafts short. Default: on, for DFlash off, or as the
             head it starts from.
         anchors: Most blocks of a text in a step, at places drawn anew in every epoch.
