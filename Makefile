@@ -4,11 +4,11 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANT_ARGS ?= *
-REPORT_ARGS ?=
-HEAD_ARGS ?=
+GPU_ARGS ?=
 TARGET ?=
 SOURCE ?= self
-MINUTES ?= 10
+MINUTES ?= 13
+STAGES ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-lo
 TYPES := .typecheck
 MUTANTS := .mutants
 # A machine with a GPU may have no network: its own python, with torch, transformers, lightning and pytest, and wheels of
-# what it lacks in a folder (cyclopts, docstring-parser, rich-rst and docutils, for the report).
+# what it lacks in a folder.
 GPU_PYTHON ?= python3
 GPU_WHEELS ?=
 GPU_SITE := .gpu
@@ -25,7 +25,7 @@ ENGINES := safeailab vllm sglang speculators vllm_cpu llamacpp
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo laptop refresh test test-cluster test-gpu gpu-report gpu-head gpu-site engines test-engines mutants lint format types wheel site clean
+.PHONY: help setup setup-dev demo laptop refresh test test-cluster gpu gpu-site engines test-engines mutants lint format types wheel site clean
 
 help:
 	@echo "make demo     set up .venv and run examples/demo.sh, the whole pipeline on the embedded models (STEPS_EAGLE3=1000)"
@@ -33,8 +33,8 @@ help:
 	@echo "make refresh  examples/refresh.sh: an old head trained on for a changed target or a slice of its traffic (HEAD=DIR TARGET=MODEL SLICE=CHATS.jsonl)"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
-	@echo "make test-gpu, make gpu-report  on a machine with a GPU, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR)"
-	@echo "make gpu-head  there: heads for a target in ten minutes, measured (TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=10)"
+	@echo "make gpu      tests, heads and measurements on a GPU in 13 minutes, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR"
+	@echo "              TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=13; STAGES=tests or head or several; GPU_ARGS='--device cpu' rehearses it)"
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine (ENGINES=vllm_cpu or llamacpp for one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM and llama.cpp, on a CPU (4 GB of disk)"
 	@echo "make mutants  mutmut changes the decoder and the losses line by line; which changes do tests miss? (MUTANT_ARGS='*.verify.*')"
@@ -88,17 +88,9 @@ gpu-site:
 	if test -n "$(GPU_WHEELS)"; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
 		--target $(GPU_SITE) "$(GPU_WHEELS)"/*.whl; fi
 
-# Only files with such tests are read: others import what the machine need not have.
-test-gpu: gpu-site
-	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) -m pytest -p no:cacheprovider -m gpu \
-		$$(grep -rlE 'mark\.gpu|import DEVICES' tests --include='*_test.py') $(PYTEST_ARGS)
-
-gpu-report: gpu-site
-	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu_report.py --output runs/gpu $(REPORT_ARGS)
-
-gpu-head: gpu-site
-	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu_head.py --target "$(TARGET)" --minutes $(MINUTES) \
-		--source "$(SOURCE)" --output runs/gpu-head $(HEAD_ARGS)
+gpu: gpu-site
+	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu.py --minutes $(MINUTES) --source "$(SOURCE)" \
+		$(if $(TARGET),--target "$(TARGET)") $(if $(STAGES),--stages $(STAGES)) --output runs/gpu $(GPU_ARGS)
 
 # Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +90,9 @@ class GpuHeadConfig:
 class Stages:
     """Commands that run one after the other, their seconds and how they ended."""
 
-    def __init__(self, config: GpuHeadConfig):
-        self.began, self.limit_s = time.monotonic(), 60 * config.minutes
-        self.log, self.done = config.output / "log.txt", list[dict[str, Any]]()
+    def __init__(self, output: Path, minutes: float):
+        self.began, self.limit_s = time.monotonic(), 60 * minutes
+        self.log, self.done = output / "log.txt", list[dict[str, Any]]()
 
     @property
     def left(self) -> float:
@@ -112,6 +113,8 @@ class Stages:
                 os.dup2(output, 2)
                 print(f"\n==> {name}: {words}", flush=True)
                 code = main(words.split()) if isinstance(words, str) else words()
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(code)
@@ -131,7 +134,7 @@ class Stages:
 @sole_writer()
 def run(config: GpuHeadConfig) -> Path:
     """Run all stages, print their seconds and the acceptance lengths, and return the output directory."""
-    stages, out = Stages(config), make_directory(config.output)
+    stages, out = Stages(config.output, config.minutes), make_directory(config.output)
     import_all()
     log_note(f"imports: {time.monotonic() - stages.began:.1f} s")
     answers = answer(config, stages)

@@ -43,7 +43,11 @@ from draftsmith.train.plan import TrainingDocuments, plan_of
 from draftsmith.train.strategies import resolve_precision
 from draftsmith.train.tracking import Telemetry
 
-METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5")
+PARTS = ("rows", "decoding", "training")
+METHODS = ("ar", "spec:k=5", "eagle:k=5", "eagle3:k=5", "dspark:k=7")
+HEADS = ("eagle", "eagle3", "dspark")
+# Anchors of DSpark for each token of a training step: 512 of 8,192.
+ANCHORS_SHARE = 1 / 16
 WARM_UP, TIMED = 3, 5  # training steps
 LOSS_FROM = 0.3  # of a made-up document: what follows is answer
 
@@ -55,6 +59,7 @@ class GpuReportConfig:
     Attributes:
         output: Directory that receives gpu.json and gpu.md.
         device: cuda, cuda:1, ... or cpu.
+        parts: What is measured, separated by commas: rows, decoding, training.
         shape: Of the target: llama-3-8b (16 GB in bfloat16), 88m, or tiny.
         batches: Numbers of rows that are answered together without a draft, separated by commas.
         prompt: Tokens of each prompt.
@@ -62,12 +67,13 @@ class GpuReportConfig:
         repeats: Runs of which the median counts.
         tokens: Of a training step, at most.
         document: Tokens of each training document.
-        ttt_steps: Draft steps that the head is trained on.
+        ttt_steps: Draft steps that the EAGLE-3 head is trained on.
         num_workers: Processes that read training data.
     """
 
     output: Path = field(kw_only=True)
     device: str = "cuda"
+    parts: str = ",".join(PARTS)
     shape: Literal["llama-3-8b", "88m", "tiny"] = "llama-3-8b"
     batches: str = "1,8,32"
     prompt: int = 256
@@ -85,6 +91,8 @@ class GpuReportConfig:
         check_range("tokens", self.tokens, self.document)
         if not all(part.isdigit() and int(part) for part in self.batches.split(",")):
             raise InputError("batches", self.batches, "numbers above 0 with commas between them", "Correct it.")
+        if unknown := set(self.parts.split(",")) - set(PARTS):
+            raise InputError("parts", ", ".join(sorted(unknown)), f"some of {', '.join(PARTS)}", "Correct it.")
         check_range("prompt", self.prompt, 1, SHAPES[self.shape]["max_position_embeddings"] - self.new_tokens)
         check_device(self.device)
 
@@ -137,14 +145,23 @@ class Subjects:
     def of(cls, config: GpuReportConfig) -> Subjects:
         weights, small = random_pair(config.shape, config.dtype, config.device)
         target = weights.lean(packed=False)
-        heads = {kind: random_head(kind, target) for kind in ("eagle", "eagle3")}
+        heads = {kind: random_head(kind, target) for kind in HEADS}
         models = Models(target, small.lean(packed=False), heads=heads, capacity=config.prompt + config.new_tokens + 8)
         read = {kind: sum(weight.nbytes for weight in head.parameters()) for kind, head in heads.items()}
-        read["eagle"] += weights.state["lm_head.weight"].nbytes  # its own is the target's
+        for kind in ("eagle", "dspark"):
+            read[kind] += weights.state["lm_head.weight"].nbytes  # its own is the target's
         llama = target.config
         cached = 2 * llama.num_layers * llama.num_kv_heads * llama.head_dim * config.dtype.itemsize
         drafts = {"draft": small.forward_bytes, **read}
         return cls(weights.raw, models, weights.forward_bytes, drafts, cached)
+
+
+def rows_apart(config: GpuReportConfig, subjects: Subjects) -> Iterator[Measured]:
+    """Measure a round of `ar` by the decoder of one row, and by that of several rows for one."""
+    alone, pooled = (timed_rounds(config, subjects.models, "ar", 1, pooled) for pooled in (False, True))
+    for where, (taken, made) in {"one row": alone, "a pool of one row": pooled}.items():
+        yield Measured(f"ar, {where}: a round", 1e3 * taken / len(made[0].trace.steps), "ms")
+    yield Measured("ar, a pool of one row / one row", pooled[0] / alone[0])
 
 
 def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> Iterator[Measured]:
@@ -162,8 +179,11 @@ def decoding(config: GpuReportConfig, subjects: Subjects, machine: Machine) -> I
 
 
 @torch.inference_mode()
-def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) -> tuple[float, list[Generation]]:
-    """Return the responses, and their seconds without those of the first tokens."""
+def timed_rounds(
+    config: GpuReportConfig, models: Models, name: str, rows: int, pooled: bool = False
+) -> tuple[float, list[Generation]]:
+    """Return the responses, and their seconds without those of the first tokens. pooled: also a single row is answered
+    by the decoder of several."""
     clock, method = clock_of(config.device, 1), parse_method(name)
     drafter = method.build(models)
     aux_layers = () if drafter is None else drafter.aux_layers
@@ -175,7 +195,7 @@ def timed_rounds(config: GpuReportConfig, models: Models, name: str, rows: int) 
     prompts = [[(31 * row + i) % vocab for i in range(config.prompt)] for row in range(rows)]
 
     def answer(count: int) -> list[Generation]:
-        if rows == 1:
+        if rows == 1 and not pooled:
             return [runner(prompts[0], count, 0)]
         waiting = [PromptAnswer(models.target.info, prompt, count, TorchSource(0), ()) for prompt in prompts]
         return [Generation(row.tokens, row.trace, row.ended) for row in pool.run(waiting)]
@@ -236,15 +256,17 @@ class TimedDrafter(LitDrafter):
             self.telemetry.take(self.device)
 
 
-def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, machine: Machine) -> Iterator[Measured]:
-    """Run some steps of `draftsmith train eagle3` with online features."""
+def training(
+    kind: str, config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, machine: Machine
+) -> Iterator[Measured]:
+    """Run some steps of `draftsmith train KIND` with online features."""
     steps, device, documents = WARM_UP + TIMED, torch.device(config.device), config.tokens // config.document
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory(prefix="draftsmith-gpu-") as folder:
-        settings = training_settings(config, Path(folder), raw)
+        settings = training_settings(kind, config, Path(folder), raw)
         drafter: Any = settings.drafter
         torch.manual_seed(0)
         head = drafter(drafter.new_config(settings, target.config))
@@ -257,7 +279,7 @@ def training(config: GpuReportConfig, raw: dict[str, Any], target: LlamaLM, mach
         costs = {name.removeprefix("cost/"): value for name, value in module.logged.items() if name.startswith("cost/")}
         planned = TrainingDocuments(samples.lengths.tolist(), 1 - LOSS_FROM, "made up")
         peak = plan_of(settings, documents=planned).peak
-    what = f"eagle3, {config.ttt_steps} ttt_steps"
+    what = f"eagle3, {config.ttt_steps} ttt_steps" if kind == "eagle3" else kind
     yield Measured(f"{what}: a step", 1e3 / costs["steps_per_s"], "ms")
     yield Measured(f"{what}: tokens a second", costs["tokens_per_s"], "tokens/s")
     yield Measured(f"{what}: waiting for data", 100 * costs["data_wait"], "%", "< 2")
@@ -290,13 +312,17 @@ def measured_peak(
         size *= 2
 
 
-def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]) -> Any:
+def training_settings(kind: str, config: GpuReportConfig, folder: Path, raw: dict[str, Any]) -> Any:
     """Return the training's options. The target's directory has only a config.json, for the plan."""
     steps = WARM_UP + TIMED
     make_directory(folder / "target")
     dtype = str(config.dtype).removeprefix("torch.")
     write_json(folder / "target" / "config.json", {**raw, "torch_dtype": dtype})
-    made: Any = drafter_config("eagle3")
+    made: Any = drafter_config(kind)
+    own = {"ttt_steps": config.ttt_steps}
+    if kind == "dspark":
+        # `anchors` counts those of a text.
+        own = {"num_layers": 5, "block": 8, "markov_rank": 256, "anchors": round(ANCHORS_SHARE * config.document)}
     return resolve_precision(
         made(
             target=str(folder / "target"),
@@ -309,7 +335,7 @@ def training_settings(config: GpuReportConfig, folder: Path, raw: dict[str, Any]
             tau_prompts=0,
             log_every=steps,
             loggers=("csv",),
-            ttt_steps=config.ttt_steps,
+            **own,
         )
     )
 
@@ -319,12 +345,16 @@ def measure_all(config: GpuReportConfig) -> Iterator[Measured]:
     machine = Machine.of(config)
     yield Measured("a copy's bandwidth, read and written", machine.bandwidth / 1e9, "GB/s")
     yield Measured("large products", machine.flops / 1e12, "TFLOP/s")
-    subjects = Subjects.of(config)
+    parts, subjects = config.parts.split(","), Subjects.of(config)
     raw, target = subjects.raw, subjects.models.target
     assert isinstance(target, LlamaLM)
-    yield from decoding(config, subjects, machine)
+    if "rows" in parts:
+        yield from rows_apart(config, subjects)
+    if "decoding" in parts:
+        yield from decoding(config, subjects, machine)
     del subjects  # drafts and heads take no room in the training
-    yield from training(config, raw, target, machine)
+    for kind in ("eagle3", "dspark") if "training" in parts else ():
+        yield from training(kind, config, raw, target, machine)
 
 
 @sole_writer()

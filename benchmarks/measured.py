@@ -16,7 +16,7 @@ from draftsmith.modules.pretrained.provenance import git_commit, package_version
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured number with its unit and its aim."""
+    """Measured number with its unit and its aim: `>= A`, `<= A`, `< A`, `A to B`, or none."""
 
     what: str
     value: float
@@ -26,6 +26,16 @@ class Measured:
     @property
     def cells(self) -> tuple[str, str, str]:
         return self.what, f"{self.value:,.4g} {self.unit}".strip(), self.aim
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the aim is reached; None without one."""
+        if not self.aim:
+            return None
+        first, *words, last = self.aim.split()
+        if words:
+            return float(first) <= self.value <= float(last)
+        return {">=": self.value >= float(last), "<=": self.value <= float(last), "<": self.value < float(last)}[first]
 
 
 def describe_run(config: Any, device: str = "cpu") -> dict[str, Any]:
@@ -44,14 +54,15 @@ def write_tables(config: Any, path: Path, name: str, rows: Sequence[Any], tables
 
 
 def report(config: Any, name: str, rows: Iterable[Measured]) -> Path:
-    """Print every row as it comes, write NAME.json and NAME.md into `config.output`; return the directory."""
-    measured = []
+    """Print every row as it comes, write NAME.json and NAME.md into `config.output`; return the directory.
+
+    The files are written again with every row: those of a process that is stopped have the rows until then.
+    """
+    measured, output, meta = list[Measured](), make_directory(config.output), describe_run(config, config.device)
     for row in rows:
         measured.append(row)
         log_note(" | ".join(row.cells))
-    output = make_directory(config.output)
-    lines = markdown_lines(("what", "value", "aim"), [row.cells for row in measured])
-    write_text(output / f"{name}.md", "\n".join(lines) + "\n")
-    meta = describe_run(config, config.device)
-    write_json(output / f"{name}.json", {"meta": meta, "rows": [asdict(row) for row in measured]})
+        lines = markdown_lines(("what", "value", "aim"), [row.cells for row in measured])
+        write_text(output / f"{name}.md", "\n".join(lines) + "\n")
+        write_json(output / f"{name}.json", {"meta": meta, "rows": [asdict(row) for row in measured]})
     return output

@@ -51,7 +51,7 @@ from draftsmith.modules.targets.shape import llama_config, plain_shape
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 from draftsmith.train.optimizers import MuonAdamW
 
-# The same body runs on a CPU wherever tests run, and on a GPU where there is one (`make test-gpu`).
+# The same body runs on a CPU wherever tests run, and on a GPU where there is one (`make gpu`).
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # -- random models

@@ -50,7 +50,7 @@ from draftsmith.modules.types import InputError, check_range
 from draftsmith.train.module import LitDrafter
 from draftsmith.train.prepare import prepare
 
-K, VOCAB, PACK, VAL_SHARE = 5, 8192, 1024, 0.02
+K, VAL_SHARE = 5, 0.02
 WARM_UP, TIMED = 2, 10  # steps of a training whose cost is measured
 TURN_S = 5.0
 COUNTS = ("tokens", "calls")  # of a held-out answer
@@ -62,8 +62,8 @@ COLUMNS = (
 )  # fmt: skip
 # The shape, as each side says it. {anchors}: blocks of a pack; ours counts them by text.
 OUR_SHAPE = {
-    "eagle3": f"--version 3-norm --draft-vocab {VOCAB} --ttt-steps 3",
-    "dspark": "--num-layers 5 --block 8 --markov-rank 256 --anchors {anchors} --loss-vocab 8192",
+    "eagle3": "--version 3-norm --draft-vocab {vocab} --ttt-steps 3",
+    "dspark": "--num-layers 5 --block 8 --markov-rank 256 --anchors {anchors} --loss-vocab {vocab}",
 }
 THEIR_SHAPE = {
     "eagle3": "--norm-before-fc --no-norm-output --no-norm-before-residual --full-attention-indices 0",
@@ -73,9 +73,16 @@ THEIR_SHAPE = {
 # speculators' defaults, in our words.
 THEIR_RECIPE = "--lr 1e-3 --schedule linear --warmup-share 0.01 --clip 1 --betas 0.9 0.999 --optimizer {optimizer}"
 THEIR_RECIPE += " --weight-decay {decay}"
-OURS = "--precision 32 --dtype float32 --tau-prompts 0 --loggers csv --num-threads 1"
-THEIRS = "--num-workers 0 --draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype float32"
-THEIRS += " --on-missing raise --log-freq 1000000 --checkpoint-freq 1000000 --no-resume-from-checkpoint"
+# On a GPU speculators keeps its attention. Its fused loss fails there with torch 2.11.
+OURS = {
+    "cpu": "--precision 32 --dtype float32 --num-threads 1 --tau-prompts 0 --loggers csv",
+    "cuda": "--precision bf16 --dtype bfloat16 --num-workers 4 --tau-prompts 0 --loggers csv",
+}
+THEIRS = {
+    "cpu": "--num-workers 0 --draft-attn-impl sdpa --loss-implementation eager --hidden-states-dtype float32",
+    "cuda": "--num-workers 4 --loss-implementation eager",
+}
+THEIR_QUIET = "--on-missing raise --log-freq 1000000 --checkpoint-freq 1000000 --no-resume-from-checkpoint"
 ARMS = {
     "speculators": "its defaults, but Muon's iteration in float32",
     "draftsmith": "speculators' defaults",
@@ -99,7 +106,10 @@ class CompareConfig:
         cpu_seconds: That each head is trained for.
         steps: Steps of each head, in the place of seconds.
         seeds: Of trainings, separated by commas.
-        anchors: Blocks of a pack of 1,024 tokens that DSpark learns from.
+        anchors: Blocks of a pack that DSpark learns from.
+        pack: Tokens of a pack, which is a step.
+        vocab: Tokens that EAGLE-3 drafts, and that our DSpark learns from.
+        device: cpu or cuda.
         limit: Only the first so many held-out prompts; 0 takes all.
         states: Directory of the states as speculators reads them, which several outputs may share. Default:
             output/states.
@@ -117,6 +127,9 @@ class CompareConfig:
     steps: int = 0
     seeds: str = "0"
     anchors: int = 64
+    pack: int = 1024
+    vocab: int = 8192
+    device: Literal["cpu", "cuda"] = "cpu"
     limit: int = 0
     states: Path | None = None
 
@@ -150,13 +163,14 @@ class CompareConfig:
 
     def ours(self, steps: int, seed: int, output: Path) -> list[str]:
         """Return the options of `draftsmith train KIND`."""
-        by_text = max(1, round(self.anchors * self.text_tokens / PACK))
+        by_text = max(1, round(self.anchors * self.text_tokens / self.pack))
         decay = 0.1 if self.optimizer == "muon" else 0.01
-        words = ["--data", str(self.features), "--target", self.target, *OURS.split()]
-        words += ["--val-share", str(VAL_SHARE), "--tokens-per-batch", str(PACK), "--layers", *self.layers]
+        words = ["--data", str(self.features), "--target", self.target, *OURS[self.device].split()]
+        words += ["--val-share", str(VAL_SHARE), "--tokens-per-batch", str(self.pack), "--layers", *self.layers]
+        words += ["--device", self.device]
         words += ["--config", "eagle3-speculators"] if self.kind == "eagle3" else []
         words += THEIR_RECIPE.format(optimizer=self.optimizer, decay=decay).split()
-        words += OUR_SHAPE[self.kind].format(anchors=by_text).split()
+        words += OUR_SHAPE[self.kind].format(anchors=by_text, vocab=self.vocab).split()
         words += ["--max-steps", str(steps), "--val-every", str(steps), "--seed", str(seed)]
         return [*words, "--output", str(output)]
 
@@ -165,8 +179,22 @@ class CompareConfig:
         states = self.their_states
         rows = json.loads((states / "rows.json").read_text())
         words = ["--speculator-type", self.kind, "--verifier-name-or-path", str(Checkpoint(self.target).directory)]
-        words += ["--data-path", str(states), "--train-data-ratio", str(rows["ratio"]), "--total-seq-len", str(PACK)]
-        words += ["--target-layer-ids", *self.layers, "--mask-token-id", str(rows["vocab_size"] - 1), *THEIRS.split()]
+        words += [
+            "--data-path",
+            str(states),
+            "--train-data-ratio",
+            str(rows["ratio"]),
+            "--total-seq-len",
+            str(self.pack),
+        ]
+        words += [
+            "--target-layer-ids",
+            *self.layers,
+            "--mask-token-id",
+            str(rows["vocab_size"] - 1),
+            *THEIR_QUIET.split(),
+        ]
+        words += THEIRS[self.device].split()
         words += THEIR_SHAPE[self.kind].format(anchors=self.anchors).split()
         if self.kind == "eagle3" and (states / "d2t.npy").exists():
             words += ["--d2t-path", str(states / "d2t.npy"), "--t2d-path", str(states / "t2d.npy")]

@@ -1,4 +1,4 @@
-"""`draftsmith train KIND ...` on one thread, with its steps timed: arguments RECORD.json KIND OPTIONS."""
+"""`draftsmith train KIND ...` on one CPU thread, with its steps timed: arguments RECORD.json KIND OPTIONS."""
 
 from __future__ import annotations
 

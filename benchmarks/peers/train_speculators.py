@@ -1,7 +1,7 @@
 """`speculators train ...` 0.9.0 on one CPU thread, with its steps timed: arguments RECORD.json HEAD OPTIONS.
 
 Its environment's Python runs this. HEAD receives the trained weights in float32; its own checkpoints are bfloat16. It
-was written for accelerators: what is replaced below asks for one, and computes nothing.
+was written for accelerators: what is replaced below where there is none asks for one, and computes nothing.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def in_float32(grad: torch.Tensor, ns_coefficients: Any, ns_steps: int, eps: flo
 
 def main(record: Path, head: Path, words: list[str]) -> None:
     torch.set_num_threads(1)
-    speculators.train.trainer.get_local_rank = lambda: torch.device("cpu")
-    speculators.train.checkpointer.get_current_device = lambda: "cpu"
-    torch.accelerator.synchronize = lambda *_: None
-    _muon._zeropower_via_newtonschulz = in_float32
+    if not torch.cuda.is_available():
+        speculators.train.trainer.get_local_rank = lambda: torch.device("cpu")
+        speculators.train.checkpointer.get_current_device = lambda: "cpu"
+        torch.accelerator.synchronize = lambda *_: None
+        _muon._zeropower_via_newtonschulz = in_float32
     TimedTrainer.clock, TimedTrainer.head = StepClock(), head
     speculators.train.cli.Trainer = TimedTrainer
     speculators.train.cli.main(TrainConfig.resolve(words))

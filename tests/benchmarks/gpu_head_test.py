@@ -13,7 +13,6 @@ import pytest
 from worlds import tiny_llama_dir
 
 from draftsmith.benchmarks import gpu_head
-from draftsmith.benchmarks.gpu_head import GpuHeadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--minutes 0.5 --device cpu --dtype float32 --batch-size 8 --max-new-tokens 12 --tokens-per-batch 256 --limit 1"
@@ -44,7 +43,7 @@ def test_every_stage_is_timed_and_both_heads_are_measured(tmp_path):
 
 
 def test_a_stage_that_fails_or_takes_too_long_is_named(tmp_path, capfd):
-    stages = gpu_head.Stages(GpuHeadConfig("target", output=tmp_path))
+    stages = gpu_head.Stages(tmp_path, 10)
     with capfd.disabled():  # a stage writes to the descriptors of its process
         assert not stages.run("bad", f"data inspect {tmp_path / 'nowhere'}", 60)
         assert not stages.run("slow", lambda: time.sleep(60) or 0, 1.0)
