@@ -12,6 +12,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -199,6 +200,9 @@ def run(config: GpuConfig) -> int:
     done, scale = list[dict[str, Any]](), 1 if config.device == "cuda" else CPU_PATIENCE
     for number, name in enumerate(config.names):
         stage, started = STAGES[name], time.monotonic()
+        # Of an earlier run, with other limits.
+        shutil.rmtree(out / name, ignore_errors=True)
+        (out / f"{name}.json").unlink(missing_ok=True)
         if lacking := stage.lacks(config):
             outcome = f"not run: {lacking}"
         elif stages.left < scale * stage.seconds:

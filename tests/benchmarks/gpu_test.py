@@ -33,18 +33,19 @@ def test_stages_that_fail_hang_or_do_not_fit_leave_the_others_alone(tmp_path, mo
 
     def works(config, output):
         (output / "log.txt").write_text("a log")
+        head = tmp_path / "head" / "eagle3" / "best"
+        head.mkdir(parents=True)
+        save_file({"fc.weight": weight}, head / "model.safetensors")
         yield Measured("speed", 5.0, "tokens/s", ">= 4")
 
+    weight = torch.randn(1000, 1000)
     stages = {
         "fails": Stage(1, fails), "hangs": Stage(0.2, hangs), "large": Stage(1000, works),
         "lacks": Stage(1, works, lambda config: "no package"), "works": Stage(1, works),
     }  # fmt: skip
     monkeypatch.setattr(gpu, "STAGES", stages)
     monkeypatch.setattr(gpu, "gpu_head", SimpleNamespace(Stages=gpu.gpu_head.Stages, import_all=lambda: None))
-    head = tmp_path / "head" / "eagle3" / "best"
-    head.mkdir(parents=True)
-    weight = torch.randn(1000, 1000)
-    save_file({"fc.weight": weight}, head / "model.safetensors")
+    (tmp_path / "lacks.json").write_text(json.dumps({"rows": [{"what": "of an earlier run", "value": 1.0}]}))
     monkeypatch.setattr(gpu, "FILE_BYTES", 2**19)
     with capfd.disabled():  # a stage writes to the descriptors of its process
         code = gpu.run(GpuConfig(output=tmp_path, minutes=1, stages=",".join(stages), device="cpu"))
