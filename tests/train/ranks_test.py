@@ -150,7 +150,8 @@ def furthest(ours: Path, theirs: Path, of: float = 1.0) -> float:
 def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) >= 8 and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
-    assert furthest(ours, one) < 1e-6
+    # A Markov head's tables begin with logarithms up to 10, of which this is the rounding.
+    assert furthest(ours, one) < (4e-6 if head == "dspark" else 1e-6)
     if head in ("eagle", "eagle3"):
         # Along recorded answers, which were sampled, and along those that rank 0 asks for.
         assert losses(ours, "val/tau") == pytest.approx(losses(one, "val/tau"), rel=1e-5) and losses(ours, "val/tau")
