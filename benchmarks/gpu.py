@@ -239,7 +239,7 @@ def head_outcome(config: GpuConfig, minutes: float) -> str:
         for row in make_heads(config, config.output / HEAD, minutes):
             rows.append(row)
         outcome = "ok"
-    except Exception as error:
+    except Exception as error:  # whatever it is, later stages shall run
         log_note(traceback.format_exc())
         outcome = f"failed ({error})"
     write_json(config.output / f"{HEAD}.json", {"rows": [vars(row) for row in rows]})

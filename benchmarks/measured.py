@@ -29,7 +29,7 @@ class Measured:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the aim is reached; None without one."""
+        """Return whether the number reaches its aim; None if it has no aim."""
         if not self.aim:
             return None
         first, *words, last = self.aim.split()

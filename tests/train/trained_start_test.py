@@ -143,6 +143,7 @@ def test_a_run_resumed_with_other_prompts_compares_what_both_have(artifacts, tmp
     for path in all_in(tmp_path / "run" / FOLDER)[1:]:
         shutil.rmtree(path)
     (tmp_path / "run" / "training.json").unlink()
+    # Tensors and plain values, as a resumed training reads them.
     state = torch.load(all_in(tmp_path / "run" / FOLDER)[0] / "state.pt", weights_only=True)
     # Of these prompts it says nothing.
     if before and after:

@@ -181,7 +181,7 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def start(self, counts: Tensor) -> None:
-        """Begin as the bigram model of the answers, as near as the rank allows: a head learns only what it lacks.
+        """Begin as the bigram model of the answers, as closely as the rank allows.
 
         counts: [V, V] sparse, how often a token (column) follows another (row). With a prior of the tokens' shares p_v
         that weighs as much as one token, log P(v | u) is log p_v + log(1 + counts[u, v] / p_v), up to a constant of the

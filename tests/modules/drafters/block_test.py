@@ -445,7 +445,7 @@ def test_transformers_drafts_and_accepts_as_our_chain(tmp_path):
 
 @pytest.mark.parametrize("rank", [20, 40])
 def test_a_new_markov_head_is_the_bigram_model_of_the_answers(target: LlamaLM, rank: int) -> None:
-    """Of full rank its law is the counts' with a prior that weighs one token; tokens never seen are a tenth of one."""
+    """At full rank it has the smoothed distributions of the counts."""
     size, rng = 20, torch.Generator().manual_seed(0)
     counts = torch.randint(0, 9, (size, size), generator=rng).double() * (torch.rand(size, size, generator=rng) < 0.4)
     counts[3], counts[:, 5] = 0, 0
