@@ -60,6 +60,11 @@ UNREAD = (
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
 PLAIN_VALUES = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+# Architectures that transformers dequantizes, with the settings of theirs that it reads, and those that must have the
+# value it takes for granted: 256 is the number that Gemma 3 divides its attention's logits by the root of. The larger
+# Gemmas 3 scale their positions, which it does not read.
+THEIRS = {"gemma3": READ[:10] + ("attention.sliding_window",)}
+THEIR_VALUES = {"attention.key_length": 256, "attention.value_length": 256}
 # Rules of llama.cpp by which text is split as GPT-2 does, or as GPT-2 does with each digit alone, which is the same for
 # a vocabulary that was learned so.
 GPT2_SPLITS = ("gpt-2", "mpt", "olmo", "jais", "phi-2", "smollm", "starcoder", "refact", "command-r", "codeshell")
@@ -67,7 +72,7 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LEAST_BYTES = (24, 13)  # of a tensor's and of a setting's entry in the file
 LEAST_ITEM = 8  # bytes of a text, or of an array inside one
 MOST_ITEMS = 2**22  # of an array: ten times the merges of a large vocabulary
-REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2 or Qwen3, or the model's transformers directory."
+REMEDY = "Use a GGUF file of Llama, Mistral, Qwen2, Qwen3 or a small Gemma 3, or the model's transformers directory."
 
 
 def gguf_package() -> ModuleType:
@@ -107,8 +112,8 @@ def dequantized_directory(file: Path) -> Path:
             return directory
         # What is not read is refused before a large file is hashed.
         fields, tensors = open_gguf(file)
-        if (kind := fields.get("general.architecture")) not in CLASSES:
-            raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(CLASSES)}", REMEDY)
+        if (kind := fields.get("general.architecture")) not in (known := [*CLASSES, *THEIRS]):
+            raise InputError("model", f"{file} of architecture {kind}", f"one of {', '.join(known)}", REMEDY)
         sha256 = file_sha256(file)
         if record.get("sha256") == sha256:
             write_json(directory / RECORD, record | {"stamp": stamp})
@@ -230,11 +235,15 @@ def _write_model(
     file: Path, directory: Path, fields: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]
 ) -> dict[str, int]:
     """Write config, weights and tokenizer of a GGUF file; return how many of its tensors have each type."""
-    config = _read_config(file, fields, tensors)
+    if fields["general.architecture"] in THEIRS:
+        config, weights = _read_theirs(file, fields, len(tensors))
+    else:
+        config = _read_config(file, fields, tensors)
+        weights = _read_weights(file, config, tensors)
     _write_tokenizer(file, directory, fields)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
-    for name, weight in _read_weights(file, config, tensors):
+    for name, weight in weights:
         # A shard at a time: a model of 8B is 32 GB in float32.
         if shard and sum(tensor.nbytes for tensor in shard.values()) + weight.nbytes > SHARD_BYTES:
             weight_map |= _write_shard(directory, len(set(weight_map.values())), shard)
@@ -245,6 +254,33 @@ def _write_model(
     write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", {"eos_token_id": _end_tokens(fields)})
     return dict(collections.Counter(tensor.tensor_type.name for tensor in tensors.values()))
+
+
+def _read_theirs(
+    file: Path, fields: Mapping[str, Any], num_tensors: int
+) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """Return config and weights of a GGUF model as transformers dequantizes it, every tensor."""
+    from transformers import AutoModelForCausalLM
+
+    kind = fields["general.architecture"]
+    for name, value in THEIR_VALUES.items():
+        if (found := fields.get(f"{kind}.{name}", value)) != value:
+            raise InputError("model", f"{file} with {kind}.{name} {found}", str(value), REMEDY)
+    _check_metadata(file, kind, fields, THEIRS[kind])
+    model = AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+    )
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    if len(weights) != num_tensors:
+        found = f"{file} with {num_tensors} tensors, of which transformers reads {len(weights)}"
+        raise InputError("model", found, "the tensors of a plain model of its architecture", REMEDY)
+    config = {
+        "architectures": [type(model).__name__],
+        **model.config.to_diff_dict(),
+        "eos_token_id": _end_tokens(fields),
+    }
+    del config["quantization_config"]
+    return config, iter(weights.items())
 
 
 def _write_shard(directory: Path, number: int, shard: Mapping[str, Tensor]) -> dict[str, str]:
@@ -260,7 +296,7 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, Re
     if unknown := sorted(name for name, ours in names.items() if ours is None):
         found = f"{file} with {len(unknown)} tensors of another design ({', '.join(unknown[:3])})"
         raise InputError("model", found, "the tensors of a Llama-family model", REMEDY)
-    _check_metadata(file, kind, fields)
+    _check_metadata(file, kind, fields, READ + UNREAD)
     shapes = {
         str(ours).removeprefix("model."): tuple(map(int, reversed(tensors[name].shape))) for name, ours in names.items()
     }
@@ -292,13 +328,13 @@ def _read_config(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, Re
     return config
 
 
-def _check_metadata(file: Path, kind: str, fields: Mapping[str, object]) -> None:
-    """Raise InputError for a setting of the architecture that we do not compute with."""
+def _check_metadata(file: Path, kind: str, fields: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise InputError for a setting of the architecture that nothing computes with."""
     for name, value in fields.items():
         setting = name.removeprefix(f"{kind}.")
-        if setting == name or setting in READ or setting in UNREAD or value == PLAIN_VALUES.get(setting):
+        if setting == name or setting in known or value == PLAIN_VALUES.get(setting):
             continue
-        raise InputError("model", f"{file} with {name} {str(value)[:80]}", "settings of plain Llama layers", REMEDY)
+        raise InputError("model", f"{file} with {name} {str(value)[:80]}", f"settings of plain {kind} layers", REMEDY)
 
 
 def _read_weights(
@@ -336,7 +372,9 @@ def _write_tokenizer(file: Path, directory: Path, fields: Mapping[str, Any]) -> 
         found = f"{file} ({describe_error(error)})"
         raise InputError("tokenizer", found, "one that transformers reads from GGUF", REMEDY) from error
     tokens = fields["tokenizer.ggml.tokens"]
-    wrong = [number for number, text in enumerate(tokens) if tokenizer.convert_tokens_to_ids(text) != number]
+    # Runs of spaces: llama.cpp's files have them as spaces, SentencePiece as its sign of one.
+    spelled = [text.replace(" ", "▁") for text in tokens] if fields.get("tokenizer.ggml.model") == "llama" else tokens
+    wrong = [number for number, text in enumerate(spelled) if tokenizer.convert_tokens_to_ids(text) != number]
     if wrong:
         found = f"{file}, of whose tokens transformers numbers {len(wrong)} otherwise ({tokens[wrong[0]]!r})"
         raise InputError("tokenizer", found, "the file's own numbers", REMEDY)

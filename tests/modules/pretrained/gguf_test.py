@@ -13,7 +13,7 @@ import gguf
 import pytest
 import torch
 import transformers
-from gguf_models import write_gguf_model
+from gguf_models import write_gemma3, write_gguf_model
 from worlds import tiny_llama_dir
 
 from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
@@ -77,6 +77,35 @@ def test_a_quantized_file_has_the_logits_that_transformers_reads_from_it(tmp_pat
     assert "Q8_0" in ours.info.identity["gguf"]
 
 
+def test_a_gemma_3_is_the_model_it_was_written_from(tmp_path):
+    model = write_gemma3(tmp_path / "model.gguf")
+    ours, ids = load_lm(str(tmp_path / "model.gguf")), torch.randint(4, model.config.vocab_size, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(ours, ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    assert ours.info.eos_ids == (1,) and "F32" in ours.info.identity["gguf"]
+    tokenizer = load_tokenizer(str(tmp_path / "model.gguf"))
+    names = ["<bos>", "the", "▁the", "▁▁▁", "x", "<0xC3>", "<0xA9>"]  # as llama.cpp splits it
+    assert tokenizer.convert_ids_to_tokens(tokenizer("the the   xé").input_ids) == names
+    assert tokenizer.decode(tokenizer("the the   xé").input_ids, skip_special_tokens=True) == "the the   xé"
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "words"),
+    [
+        ({"gemma3.rope.scaling.factor": 8.0}, {}, "gemma3.rope.scaling.factor 8.0"),  # from 4B on
+        ({"gemma3.attention.key_length": 128}, {}, "gemma3.attention.key_length 128"),  # 27B
+        ({"gemma3.final_logit_softcapping": 30.0}, {}, "gemma3.final_logit_softcapping 30.0"),
+        ({}, {"blk.0.attn_q.bias": torch.ones(512)}, "94 tensors, of which transformers reads 93"),
+    ],
+)
+def test_what_transformers_does_not_read_of_a_gemma_3_is_refused(tmp_path, changes, more, words):
+    write_gemma3(tmp_path / "model.gguf", changes, more)
+    with pytest.raises(InputError, match=words) as error:
+        load_lm(str(tmp_path / "model.gguf"))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "model.gguf.dequantized").exists()
+
+
 def test_it_is_dequantized_once_until_the_file_changes(tmp_path):
     file = tmp_path / "model.gguf"
     write_gguf_model(file, Checkpoint(tiny_llama_dir(tmp_path / "one")))
@@ -98,8 +127,8 @@ def test_other_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeyp
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="a whole GGUF file"):
         load_lm(str(file))
-    write_gguf(file, "gemma3", {}, {"token_embd.weight": torch.zeros(4, 4)})
-    with pytest.raises(InputError, match="architecture gemma3"):
+    write_gguf(file, "gemma2", {}, {"token_embd.weight": torch.zeros(4, 4)})
+    with pytest.raises(InputError, match="architecture gemma2"):
         load_lm(str(file))
     write_gguf(file, "llama", {}, {"blk.0.ffn_gate_exps.weight": torch.zeros(4, 4)})
     with pytest.raises(InputError, match="tensors of another design"):
