@@ -88,13 +88,13 @@ def _accept_block(
 ) -> tuple[tuple[int, ...], Tensor]:
     """Accept the first tokens of a drawn chain by block verification (Sun et al. 2024, algorithm 2).
 
-    Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)) for tokens x_1 .. x_N. Each i has a coin, and the largest i
-    whose coin shows heads is accepted. That of N does with probability w_N, that of i < N with S / (S + 1 - w_i), where
-    S is the sum of (w_i p - q)+ over all next tokens. Behind i < N the target's own token is drawn from
-    norm((w_i p - q)+), behind N from p.
+    Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)) for tokens x_1 .. x_N. The lengths N, N - 1, .. 1 are tried in
+    turn, and the first that is accepted counts: N with probability w_N, i < N with S / (S + 1 - w_i), where S is the sum
+    of (w_i p - q)+ over all next tokens. Behind i < N the target's own token is drawn from norm((w_i p - q)+), behind N
+    from p.
 
     Given x_1 .. x_i, so i tokens or more are accepted with probability w_i: more than i with the sum of q w_{i+1} =
-    min(w_i p, q), which is w_i - S, and else i with the coin, S. The next token has the weight min(w_i p, q) +
+    min(w_i p, q), which is w_i - S, and i in its own turn with S. The next token has the weight min(w_i p, q) +
     (w_i p - q)+ = w_i p, so it follows the target. Any rule may end the chain that sees only what was drafted so far.
     Token by token (Leviathan et al. 2023) the probability is the product of all min(1, p / q), never more than w_i.
 

@@ -100,7 +100,7 @@ def chains(draft: TableLM, params: SamplingParams, length: int, last: int | None
 @pytest.mark.parametrize("setting", ["T=1", "T=0.7,top_k=2"])
 @pytest.mark.parametrize(("length", "support"), [(1, (V,)), (2, (V,)), (3, (3, V)), (4, (2, 3))])
 def test_a_block_emits_the_targets_distribution_and_accepts_as_much_as_possible(length, support, setting, last):
-    """Every drafted chain and every coin, also where the chain's own tokens end it."""
+    """Over every chain that can be drafted and every outcome, also of chains that end at a token of their own."""
     params, gained = SETTINGS[setting], 0.0
     for seed in range(4):
         target, draft = TableLM(seed, support), TableLM(seed + 50, support)
