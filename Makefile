@@ -34,7 +34,7 @@ help:
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make gpu      tests, heads and measurements on a GPU in 13 minutes, without setup and network (GPU_PYTHON=python3 GPU_WHEELS=DIR"
-	@echo "              TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=13; STAGES=tests or head or several; GPU_ARGS='--device cpu' rehearses it)"
+	@echo "              TARGET=MODEL.gguf SOURCE=CHATS.jsonl MINUTES=13; STAGES=tests,head for some; GPU_ARGS='--device cpu' rehearses it)"
 	@echo "make engines  environments of other engines below .engines, for draftsmith check --engine (ENGINES=vllm_cpu or llamacpp for one alone)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM, SGLang and speculators, and served by vLLM and llama.cpp, on a CPU (4 GB of disk)"
 	@echo "make mutants  mutmut changes the decoder and the losses line by line; which changes do tests miss? (MUTANT_ARGS='*.verify.*')"
@@ -90,7 +90,7 @@ gpu-site:
 
 gpu: gpu-site
 	PYTHONPATH="$(CURDIR)/$(GPU_SITE)" $(GPU_PYTHON) benchmarks/gpu.py --minutes $(MINUTES) --source "$(SOURCE)" \
-		$(if $(TARGET),--target "$(TARGET)") $(if $(STAGES),--stages $(STAGES)) --output runs/gpu $(GPU_ARGS)
+		$(if $(TARGET),--target "$(TARGET)") $(if $(STAGES),--stages "$(STAGES)") --output runs/gpu $(GPU_ARGS)
 
 # Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
 # $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.

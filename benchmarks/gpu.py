@@ -196,6 +196,9 @@ STAGES = {
 def run(config: GpuConfig) -> int:
     """Run the stages, write the summary after each; return 1 if one failed, else 0."""
     stages, out = gpu_head.Stages(config.output, config.minutes), make_directory(config.output)
+    # What an earlier run left to bring back.
+    shutil.rmtree(out / "back", ignore_errors=True)
+    stages.log.unlink(missing_ok=True)
     gpu_head.import_all()
     done, scale = list[dict[str, Any]](), 1 if config.device == "cuda" else CPU_PATIENCE
     for number, name in enumerate(config.names):
@@ -268,11 +271,11 @@ def write_summary(output: Path, done: Sequence[dict[str, Any]]) -> None:
 
 
 def bring_back(output: Path) -> None:
-    """Write back/: the summary, all logs, and the heads in pieces, those that fit.
+    """Write back/: the summary, all logs, and the last heads that were made in pieces, if they fit.
 
     `cat heads.tar.* | tar x` puts them together again.
     """
-    back, pieces = make_directory(output / "back"), list[bytes]()
+    back = make_directory(output / "back")
     for name in ("gpu.md", "gpu.json"):
         write_text(back / name, (output / name).read_text())
     logs = "".join(f"==> {path}\n{path.read_text(errors='replace')}\n" for path in sorted(output.glob("**/log.txt")))

@@ -85,6 +85,9 @@ class GpuHeadConfig:
             check_range(name, getattr(self, name), 1)
         if not self.minutes > 0:
             raise InputError("minutes", self.minutes, "a positive number", "Change it.")
+        for name in ("target", "output", "tasks"):
+            if len(str(getattr(self, name)).split()) > 1:  # they become words of commands
+                raise InputError(name, getattr(self, name), "a path without spaces", "Give it a link: ln -s.")
 
 
 class Stages:
@@ -119,12 +122,14 @@ class Stages:
                 sys.stdout.flush()
                 os._exit(code)
         ended, status = 0, 0
-        while not ended and time.monotonic() - started < most_s:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.02)
-        if not ended:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        try:
+            while not ended and time.monotonic() - started < most_s:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                time.sleep(0.02)
+        finally:  # also when it is interrupted
+            if not ended:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
         outcome = "ok" if ended and not status else f"failed ({status})" if ended else f"stopped after {most_s:.0f} s"
         self.done.append({"stage": name, "seconds": time.monotonic() - started, "outcome": outcome})
         log_note(f"{name}: {outcome}, {self.done[-1]['seconds']:.1f} s")

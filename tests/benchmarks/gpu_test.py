@@ -46,6 +46,8 @@ def test_stages_that_fail_hang_or_do_not_fit_leave_the_others_alone(tmp_path, mo
     monkeypatch.setattr(gpu, "STAGES", stages)
     monkeypatch.setattr(gpu, "gpu_head", SimpleNamespace(Stages=gpu.gpu_head.Stages, import_all=lambda: None))
     (tmp_path / "lacks.json").write_text(json.dumps({"rows": [{"what": "of an earlier run", "value": 1.0}]}))
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "heads.tar.4").write_text("of an earlier run")
     monkeypatch.setattr(gpu, "FILE_BYTES", 2**19)
     with capfd.disabled():  # a stage writes to the descriptors of its process
         code = gpu.run(GpuConfig(output=tmp_path, minutes=1, stages=",".join(stages), device="cpu"))
@@ -63,6 +65,7 @@ def test_stages_that_fail_hang_or_do_not_fit_leave_the_others_alone(tmp_path, mo
     assert "RuntimeError: no luck" in (tmp_path / "log.txt").read_text()
 
     back = sorted(tmp_path.glob("back/*"))
+    assert "heads.tar.4" not in [path.name for path in back]
     assert len(back) <= 8 and all(path.stat().st_size <= 2**19 for path in back)
     whole = tmp_path / "heads.tar"
     whole.write_bytes(b"".join(path.read_bytes() for path in back if path.name.startswith("heads.tar.")))
