@@ -448,7 +448,8 @@ class LitDrafter(LitHead):
     def validation_metrics(self) -> dict[str, float]:
         metrics = self._validation.take()
         if not metrics:
-            raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
+            found, remedy = "no token for the drafter to draft", "Hold out more samples, or longer answers."
+            raise InputError("val", found, "some in the validation samples", remedy)
         return metrics
 
     def costs(self) -> dict[str, float]:

@@ -89,9 +89,9 @@ def _accept_block(
     """Accept the first tokens of a drawn chain by block verification (Sun et al. 2024, algorithm 2).
 
     Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)) for tokens x_1 .. x_N. The lengths N, N - 1, .. 1 are tried in
-    turn, and the first that is accepted counts: N with probability w_N, i < N with S / (S + 1 - w_i), where S is the sum
-    of (w_i p - q)+ over all next tokens. Behind i < N the target's own token is drawn from norm((w_i p - q)+), behind N
-    from p.
+    turn, and the first that is accepted counts: N with probability w_N, i < N with S / (S + 1 - w_i), where S is the
+    sum of (w_i p - q)+ over all next tokens. Behind i < N the target's own token is drawn from norm((w_i p - q)+),
+    behind N from p.
 
     Given x_1 .. x_i, so i tokens or more are accepted with probability w_i: more than i with the sum of q w_{i+1} =
     min(w_i p, q), which is w_i - S, and i in its own turn with S. The next token has the weight min(w_i p, q) +
