@@ -45,7 +45,7 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoke
 IGNORED = ("consolidated*", "original/*", "*.pth", "*/*.safetensors", "onnx/*", "checkpoint-*/*")
 SHIPPED = Path(__file__).parents[2] / "data" / "embedded"
 # Where the models that ship are, by what their names begin with.
-FOLDERS = {EMBEDDED: SHIPPED, **{f"{name}:": SHIPPED / name for name in PACKAGED}}
+FOLDERS = {EMBEDDED: SHIPPED} | {f"{name}:": SHIPPED / name for name in PACKAGED if (SHIPPED / name).is_dir()}
 KINDS = "a transformers model directory, a GGUF file, a hub id or embedded:target"
 CHECK_PATH = "Check the path."
 
