@@ -84,7 +84,8 @@ class Session(Protocol):
 
     A row has `lengths[b]` kept tokens in a cache.
 
-    aux_layers: see `CausalLM.session`. most_rows: one on transformers' engine, however many were asked for.
+    aux_layers: see `CausalLM.session`. most_rows: one for a transformers model that reads no trees, however many were
+        asked for.
     static: shapes recur from call to call (CUDA graphs), so that it is better to feed a row nothing than to drop it; on
         CUDA scores are then valid until the next call.
     """

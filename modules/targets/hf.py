@@ -73,8 +73,11 @@ class HFLM:
 
     def session(
         self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
-    ) -> HFSession:
-        return HFSession(self, aux_layers)
+    ) -> HFSession | HFRows:
+        # Rows need masks and positions of their own, as trees do, and rotary angles that no longer row changes.
+        dynamic = "dynamic" in str(getattr(self.model.config.get_text_config(), "rope_parameters", ""))
+        alone = rows == 1 or bool(aux_layers) or bool(self.no_trees) or self.own_cache or dynamic
+        return HFSession(self, aux_layers) if alone else HFRows(self, rows)
 
     def features(
         self, input_ids: Tensor, position_ids: Tensor | None = None, aux_layers: tuple[int, ...] = ()
@@ -162,8 +165,8 @@ class HFLM:
             logits = self.model(input_ids=input_ids[None].to(self.device), use_cache=False, **part).logits
         return logits[0, -keep:].to(self.device)
 
-    def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Build the additive mask [1, 1, T, S] of T nodes from visible [T, S] and the positions [S] of all slots.
+    def attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Build the additive mask [B, 1, T, S] of T tokens, from visible [B, T, S] and positions [B, S] of all slots.
 
         transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
         one mask for each kind of layer.
@@ -173,10 +176,10 @@ class HFLM:
             raise InputError("model", self.no_trees, "a model that reads trees", remedy)
         window = next((kind.window for kind in self.kinds if kind.window), None)
         nothing = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        full = nothing.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
+        full = nothing.masked_fill(~visible, torch.finfo(self.dtype).min)[:, None]
         if window is None:
             return full
-        far = positions[-len(visible) :, None] - positions >= window
+        far = (positions[:, -visible.shape[1] :, None] - positions[:, None] >= window)[:, None]
         windowed = full.masked_fill(far, torch.finfo(self.dtype).min)
         named = getattr(self.model.config.get_text_config(), "layer_types", None)
         return {"full_attention": full, "sliding_attention": windowed} if named else windowed
@@ -207,7 +210,7 @@ class HFLM:
 
 
 class HFSession:
-    """A `Session` over an `HFLM`, of one row: transformers' caches do not tell rows' lengths apart.
+    """A `Session` over an `HFLM`, of one row.
 
     It drops tokens: keys are cropped, and states of linear layers return to those of fewer tokens.
     """
@@ -240,7 +243,7 @@ class HFSession:
         else:
             depths, visible = tree_mask(parents[0], length, lm.device)
             positions[length:] = depths + length
-            hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
+            hidden, features = self._read(ids, positions, attention_mask=lm.attention(visible[None], positions[None]))
         return Scores(lm.lm_head(hidden[:, count - logits_to_keep :]), features)
 
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
@@ -249,7 +252,7 @@ class HFSession:
 
     @torch.inference_mode()
     def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]
+        return self._read(tokens, positions, attention_mask=self._lm.attention(visible[None], positions[None]))[1][0]
 
     def _read(self, ids: Tensor, positions: Tensor, **masked: object) -> tuple[Tensor, Tensor]:
         """Return hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
@@ -301,6 +304,79 @@ class HFSession:
 
     def select(self, rows: Sequence[int]) -> None:
         assert list(rows) in ([], [0])
+
+
+class HFRows:
+    """A `Session` over an `HFLM` for rows that are answered side by side, without trees and dropped tokens.
+
+    The newest token of each row is in the last slot of the cache; what a row does not fill is masked.
+    """
+
+    static, aux_layers = False, tuple[int, ...]()
+
+    def __init__(self, lm: HFLM, rows: int):
+        self._lm, self.most_rows = lm, rows
+        self.reset(0)
+
+    def reset(self, rows: int) -> None:
+        self._cache, self.lengths = DynamicCache(), [0] * rows
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
+        width, cache, lengths = max(map(len, prompts)), DynamicCache(), [len(prompt) for prompt in prompts]
+        padded = [[*[0] * (width - len(prompt)), *prompt] for prompt in prompts]
+        hidden = self._read(cache, torch.tensor(padded, device=self._lm.device), lengths)
+        for row, length in zip(rows, lengths, strict=True):
+            self.lengths[row : row + 1] = [length]
+        old, width = self._cache.layers or [None] * len(cache.layers), max(self.lengths)
+        for layer, kept in zip(cache.layers, old, strict=True):
+            layer.keys = self._placed(layer.keys, None if kept is None else kept.keys, rows, width)
+            layer.values = self._placed(layer.values, None if kept is None else kept.values, rows, width)
+        self._cache = cache
+        return self._lm.lm_head(hidden[:, -1])
+
+    def _placed(self, fresh: Tensor, kept: Tensor | None, rows: Sequence[int], width: int) -> Tensor:
+        """Return the keys or values [B, heads, width, D] of all rows, those of the fresh ones at their places."""
+        every = fresh.new_zeros(len(self.lengths), fresh.shape[1], width, fresh.shape[3])
+        if kept is not None:
+            kept = kept[:, :, -width:]
+            every[: len(kept), :, width - kept.shape[2] :] = kept
+        fresh = fresh[:, :, -width:]
+        every[list(rows)] = 0
+        every[list(rows), :, width - fresh.shape[2] :] = fresh
+        return every
+
+    @torch.inference_mode()
+    def extend(
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, logits_to_keep: int = 1
+    ) -> Scores:
+        assert parents is None and logits_to_keep == 1
+        self.lengths = [length + 1 for length in self.lengths]
+        hidden = self._read(self._cache, torch.as_tensor(tokens, device=self._lm.device), self.lengths)  # [B, 1, H]
+        return Scores(self._lm.lm_head(hidden), hidden)
+
+    def _read(self, cache: DynamicCache, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Read ids [B, n], whose rows then have these lengths; return their hidden states [B, n, H]."""
+        slots = cache.get_seq_length() + ids.shape[1]
+        places = torch.tensor(lengths, device=ids.device)[:, None] - slots + torch.arange(slots, device=ids.device)
+        own = places[:, -ids.shape[1] :]  # negative before a row begins
+        visible = (places[:, None] >= 0) & (places[:, None] <= own[..., None])
+        return self._lm.read(
+            input_ids=ids,
+            position_ids=own.clamp(min=0),
+            attention_mask=self._lm.attention(visible, places),
+            use_cache=True,
+            **{self._lm.cache_name: cache},
+        )[0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self._cache.layers if rows else ():
+            index, width = torch.tensor(rows, device=layer.keys.device), max(self.lengths)
+            layer.keys, layer.values = layer.keys[index, :, -width:], layer.values[index, :, -width:]
+
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        assert list(lengths) == list(self.lengths) and not slots
 
 
 def new_cache(config: Any) -> DynamicCache:

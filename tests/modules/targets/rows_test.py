@@ -1,0 +1,29 @@
+"""Rows of transformers models that are answered together: each as if it were alone, whatever stands beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build
+
+from draftsmith.data.engines.own import generate_all
+from draftsmith.modules.pretrained.models import load_lm
+from draftsmith.modules.targets.hf import HFRows
+from draftsmith.modules.types import SamplingParams
+
+COUNTS = (3, 17, 1, 9, 5, 12, 2, 30)  # tokens of prompts, of which three are answered at a time
+
+
+# Windows in every other layer, experts and sinks, compressed keys, partial rotary and scaled outputs.
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", "glm", "granite", "mixtral", "phi3"])
+def test_rows_are_answered_as_each_alone(tmp_path, name):
+    build(name, tmp_path)
+    lm = load_lm(str(tmp_path), loader="hf")
+    prompts = [torch.randint(2, lm.info.vocab_size, (count,)).tolist() for count in COUNTS]
+    assert isinstance(lm.session(3, 60), HFRows)
+    greedy = SamplingParams()
+    alone = [generate_all(lm, [prompt], greedy, 6 + 3 * len(prompt) % 11, 1)[0] for prompt in prompts]
+    longest = max(map(len, alone))
+    together = generate_all(lm, prompts, greedy, longest, 3)
+    for own, answer in zip(alone, together, strict=True):
+        assert answer[: len(own)] == own
