@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -354,6 +354,13 @@ class HFRows:
         self.lengths = [length + 1 for length in self.lengths]
         hidden = self._read(self._cache, torch.as_tensor(tokens, device=self._lm.device), self.lengths)  # [B, 1, H]
         return Scores(self._lm.lm_head(hidden), hidden)
+
+    def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.extend(tokens)
+        return scores.logits[:, 0], scores.features[:, 0]
+
+    def read_masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> NoReturn:
+        raise TypeError("it is for one row")
 
     def _read(self, cache: DynamicCache, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Read ids [B, n], whose rows then have these lengths; return their hidden states [B, n, H]."""
