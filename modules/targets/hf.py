@@ -324,6 +324,9 @@ class HFRows:
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Rows) -> Tensor:
         width, cache, lengths = max(map(len, prompts)), DynamicCache(), [len(prompt) for prompt in prompts]
+        if len(rows) > 1 and len(rows) * width**2 > MASK_ELEMENTS:
+            half = len(rows) // 2
+            return torch.cat([self.prefill(rows[:half], prompts[:half]), self.prefill(rows[half:], prompts[half:])])
         padded = [[*[0] * (width - len(prompt)), *prompt] for prompt in prompts]
         hidden = self._read(cache, torch.tensor(padded, device=self._lm.device), lengths)
         for row, length in zip(rows, lengths, strict=True):
@@ -367,11 +370,13 @@ class HFRows:
         slots = cache.get_seq_length() + ids.shape[1]
         places = torch.tensor(lengths, device=ids.device)[:, None] - slots + torch.arange(slots, device=ids.device)
         own = places[:, -ids.shape[1] :]  # negative before a row begins
-        visible = (places[:, None] >= 0) & (places[:, None] <= own[..., None])
+        mask = None  # transformers' own does for prompts of one length, and a long one's takes no room
+        if slots > ids.shape[1] or min(lengths) < slots:
+            mask = self._lm.attention((places[:, None] >= 0) & (places[:, None] <= own[..., None]), places)
         return self._lm.read(
             input_ids=ids,
             position_ids=own.clamp(min=0),
-            attention_mask=self._lm.attention(visible, places),
+            attention_mask=mask,
             use_cache=True,
             **{self._lm.cache_name: cache},
         )[0]

@@ -8,7 +8,7 @@ from architectures import build
 
 from draftsmith.data.engines.own import generate_all
 from draftsmith.modules.pretrained.models import load_lm
-from draftsmith.modules.targets.hf import HFRows
+from draftsmith.modules.targets import hf
 from draftsmith.modules.types import SamplingParams
 
 COUNTS = (3, 17, 1, 9, 5, 12, 2, 30)  # tokens of prompts, of which three are answered at a time
@@ -16,11 +16,13 @@ COUNTS = (3, 17, 1, 9, 5, 12, 2, 30)  # tokens of prompts, of which three are an
 
 # Windows in every other layer, experts and sinks, compressed keys, partial rotary and scaled outputs.
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", "glm", "granite", "mixtral", "phi3"])
-def test_rows_are_answered_as_each_alone(tmp_path, name):
+@pytest.mark.parametrize("mask_elements", [hf.MASK_ELEMENTS, 2 * 17**2])  # prompts are read together, or some alone
+def test_rows_are_answered_as_each_alone(tmp_path, monkeypatch, name, mask_elements):
+    monkeypatch.setattr(hf, "MASK_ELEMENTS", mask_elements)
     build(name, tmp_path)
     lm = load_lm(str(tmp_path), loader="hf")
     prompts = [torch.randint(2, lm.info.vocab_size, (count,)).tolist() for count in COUNTS]
-    assert isinstance(lm.session(3, 60), HFRows)
+    assert isinstance(lm.session(3, 60), hf.HFRows)
     greedy = SamplingParams()
     alone = [generate_all(lm, [prompt], greedy, 6 + 3 * len(prompt) % 11, 1)[0] for prompt in prompts]
     longest = max(map(len, alone))
