@@ -103,12 +103,12 @@ def test_only_as_much_is_admitted_as_there_is_room_for():
     assert pool.admit([rows[2]]) == [] and pool.num_free == 0
 
 
-def test_transformers_engine_answers_one_by_one(world):
+def test_transformers_engine_answers_two_rows_at_a_time(world):
     rows = [
         PromptAnswer(world.hf_target.info, p, 4 + i, TorchSource(0), (), i) for i, p in enumerate(world.prompts[:5])
     ]
     pool = RowPool(world.hf_target, GREEDY, 2, CONTEXT)
-    assert [row.number for row in pool.run(rows)] == [*range(5)] and pool.num_free == 1
+    assert sorted(row.number for row in pool.run(rows)) == [*range(5)] and pool.num_free == 2
     assert [row.tokens for row in rows] == [world.answers[row.number][: row.room] for row in rows]
 
 
