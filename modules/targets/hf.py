@@ -74,7 +74,7 @@ class HFLM:
     def session(
         self, rows: int, capacity: int, aux_layers: tuple[int, ...] = (), static: bool | None = None
     ) -> HFSession | HFRows:
-        # Rows need masks and positions of their own, as trees do, and rotary angles that no longer row changes.
+        # Rows need their own masks and positions, as trees do; dynamic rotary angles depend on the longest row.
         dynamic = "dynamic" in str(getattr(self.model.config.get_text_config(), "rope_parameters", ""))
         alone = rows == 1 or bool(aux_layers) or bool(self.no_trees) or self.own_cache or dynamic
         return HFSession(self, aux_layers) if alone else HFRows(self, rows)
