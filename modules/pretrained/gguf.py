@@ -59,10 +59,13 @@ UNREAD = (
     "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "attention.sliding_window",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
-PLAIN_VALUES = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
-# Architectures that transformers dequantizes, with the settings of theirs that it reads, and those that must have the
-# value it takes for granted: 256 is the number that Gemma 3 divides its attention's logits by the root of. The larger
-# Gemmas 3 scale their positions, which it does not read.
+PLAIN_VALUES = {
+    "expert_count": 0, "expert_used_count": 0, "attention.causal": True,
+    "rope.freq_base_swa": 1e4, "attention.sliding_window_pattern": 6,  # of Gemma 3, which newer files name
+}  # fmt: skip
+# Architectures that transformers dequantizes, with the settings that it reads, each of which has another default there,
+# and those that must have the value it takes for granted: 256 is the number that Gemma 3 divides its attention's logits
+# by the root of. The larger Gemmas 3 scale their positions, which it does not read.
 THEIRS = {"gemma3": READ[:10] + ("attention.sliding_window",)}
 THEIR_VALUES = {"attention.key_length": 256, "attention.value_length": 256}
 # Rules of llama.cpp by which text is split as GPT-2 does, or as GPT-2 does with each digit alone, which is the same for
@@ -263,17 +266,26 @@ def _read_theirs(
     from transformers import AutoModelForCausalLM
 
     kind = fields["general.architecture"]
-    for name, value in THEIR_VALUES.items():
-        if (found := fields.get(f"{kind}.{name}", value)) != value:
-            raise InputError("model", f"{file} with {kind}.{name} {found}", str(value), REMEDY)
+    for name in THEIRS[kind]:
+        value = fields.get(f"{kind}.{name}")
+        if not value or value != THEIR_VALUES.get(name, value):  # a window of 0 is none
+            found = f"{file} with {kind}.{name} {value}"
+            raise InputError("model", found, str(THEIR_VALUES.get(name, "a number above 0")), REMEDY)
     _check_metadata(file, kind, fields, THEIRS[kind])
-    model = AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-    )
+    expected = "settings and tensors of a plain model of its architecture"
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except Exception as error:  # settings and tensors of another type fail in many ways
+        raise InputError("model", f"{file} ({describe_error(error)})", expected, REMEDY) from error
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    if len(weights) != num_tensors:
-        found = f"{file} with {num_tensors} tensors, of which transformers reads {len(weights)}"
-        raise InputError("model", found, "the tensors of a plain model of its architecture", REMEDY)
+    # transformers fills them with random numbers and only warns.
+    absent = sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])])
+    if absent or len(weights) != num_tensors:
+        found = f"{file} with {num_tensors} tensors, of which transformers reads {len(weights) - len(absent)}"
+        raise InputError("model", ", not ".join([found, *absent[:1]]), expected, REMEDY)
     config = {
         "architectures": [type(model).__name__],
         **model.config.to_diff_dict(),

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from draftsmith.modules.pretrained.files import cache_folder, make_directory, whole
+from draftsmith.modules.pretrained.files import cache_folder, clear_files, make_directory, whole
 from draftsmith.modules.pretrained.gguf import dequantized_directory
 from draftsmith.modules.pretrained.reading import regular
 from draftsmith.modules.types import InputError, describe_error
@@ -93,7 +93,7 @@ def joined(package: str, file_name: str) -> Path | None:
         parts.verify_chunks()
     except (ImportError, AttributeError, FileNotFoundError):
         return None
-    make_directory(file.parent)
+    clear_files(make_directory(file.parent))
     try:
         with whole(file) as partial:
             parts.assemble(partial, overwrite=True)

@@ -77,8 +77,9 @@ def test_a_quantized_file_has_the_logits_that_transformers_reads_from_it(tmp_pat
     assert "Q8_0" in ours.info.identity["gguf"]
 
 
-def test_a_gemma_3_is_the_model_it_was_written_from(tmp_path):
-    model = write_gemma3(tmp_path / "model.gguf")
+@pytest.mark.parametrize("changes", [{}, {"gemma3.rope.freq_base_swa": 1e4}])  # which newer files name
+def test_a_gemma_3_is_the_model_it_was_written_from(tmp_path, changes):
+    model = write_gemma3(tmp_path / "model.gguf", changes)
     ours, ids = load_lm(str(tmp_path / "model.gguf")), torch.randint(4, model.config.vocab_size, (2, 40))
     with torch.no_grad():
         torch.testing.assert_close(logits(ours, ids), model(ids).logits, rtol=1e-5, atol=1e-5)
@@ -95,7 +96,14 @@ def test_a_gemma_3_is_the_model_it_was_written_from(tmp_path):
         ({"gemma3.rope.scaling.factor": 8.0}, {}, "gemma3.rope.scaling.factor 8.0"),  # from 4B on
         ({"gemma3.attention.key_length": 128}, {}, "gemma3.attention.key_length 128"),  # 27B
         ({"gemma3.final_logit_softcapping": 30.0}, {}, "gemma3.final_logit_softcapping 30.0"),
+        ({"gemma3.rope.freq_base_swa": 5e4}, {}, "gemma3.rope.freq_base_swa 50000.0"),
+        ({"gemma3.attention.sliding_window": 0}, {}, "gemma3.attention.sliding_window 0"),
+        ({"gemma3.rope.freq_base": 0.0}, {}, "gemma3.rope.freq_base 0.0"),
+        ({"gemma3.feed_forward_length": [64] * 7}, {}, "expected int, got list"),
+        ({"gemma3.feed_forward_length": 32}, {}, r"93 tensors, of which transformers reads 72, not model.layers.0.mlp"),
         ({}, {"blk.0.attn_q.bias": torch.ones(512)}, "94 tensors, of which transformers reads 93"),
+        # As many as there should be.
+        ({"gemma3.block_count": 8}, {f"blk.7.{n}": torch.ones(1) for n in range(13)}, "of which .* 93, not .*layers.7"),
     ],
 )
 def test_what_transformers_does_not_read_of_a_gemma_3_is_refused(tmp_path, changes, more, words):

@@ -269,8 +269,10 @@ def test_gemma3_is_joined_from_the_parts_of_its_package(tmp_path, monkeypatch):
         resolve_model("gemma3")
     assert not list((tmp_path / "cache" / "draftsmith" / "gguf").iterdir()), "half a file is left"
     (package / "1").write_bytes(whole[1000:])
-    file = Path(resolve_model("gemma3"))
-    assert file.read_bytes() == whole
+    file = tmp_path / "cache" / "draftsmith" / "gguf" / places.PACKAGED["gemma3"].file
+    file.with_name(f"{file.name}.tmp-{2**22 + 1}-0a1b2c").touch()  # of a process that was killed
+    assert resolve_model("gemma3") == str(file) and file.read_bytes() == whole
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
     (package / "0").unlink()  # joined once
     assert resolve_model("gemma3") == str(file) and (model_directory("gemma3") / "config.json").is_file()
 
