@@ -372,7 +372,9 @@ class HFRows:
         own = places[:, -ids.shape[1] :]  # negative before a row begins
         mask = None  # transformers' own does for prompts of one length, and a long one's takes no room
         if slots > ids.shape[1] or min(lengths) < slots:
-            mask = self._lm.attention((places[:, None] >= 0) & (places[:, None] <= own[..., None]), places)
+            # Tokens before a row begins see all: where they see none, float16 overflows to a softmax of NaN.
+            visible = (places[:, None] >= 0) & (places[:, None] <= own[..., None]) | (own[..., None] < 0)
+            mask = self._lm.attention(visible, places)
         return self._lm.read(
             input_ids=ids,
             position_ids=own.clamp(min=0),

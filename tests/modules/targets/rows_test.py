@@ -29,3 +29,15 @@ def test_rows_are_answered_as_each_alone(tmp_path, monkeypatch, name, mask_eleme
     together = generate_all(lm, prompts, greedy, longest, 3)
     for own, answer in zip(alone, together, strict=True):
         assert answer[: len(own)] == own
+
+
+def test_padding_does_not_overflow_in_float16(tmp_path):
+    """Gemma 2 computes scores in the model's type. A score below -16 added to float16's least number is infinite."""
+    model = build("gemma2", tmp_path)
+    for layer in model.get_decoder().layers:
+        layer.self_attn.q_proj.weight.data *= 30
+        layer.self_attn.k_proj.weight.data *= 30
+    model.save_pretrained(tmp_path)
+    lm = load_lm(str(tmp_path), loader="hf", dtype="float16")
+    prompts = [torch.randint(2, lm.info.vocab_size, (count,)).tolist() for count in COUNTS]
+    assert lm.session(len(prompts), 60).prefill(range(len(prompts)), prompts).isfinite().all()
