@@ -221,8 +221,8 @@ def read_gguf_head(file: Path) -> Package:
 
 
 def is_gguf_model(file: Path) -> bool:
-    """Return whether a GGUF file is a whole model of the Llama family, and no head."""
-    return open_gguf(file)[0].get("general.architecture") in CLASSES
+    """Return whether a GGUF file is a whole model, and no head."""
+    return open_gguf(file)[0].get("general.architecture") in {**CLASSES, **THEIRS}
 
 
 def copied_metadata(file: Path) -> dict[str, tuple[object, ...]]:

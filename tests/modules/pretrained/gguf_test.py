@@ -20,6 +20,7 @@ from draftsmith.modules.pretrained.checkpoint import Checkpoint, load_tokenizer
 from draftsmith.modules.pretrained.gguf import (
     copied_metadata,
     dequantized_directory,
+    is_gguf_model,
     open_gguf,
     quantization,
     read_gguf_head,
@@ -84,6 +85,7 @@ def test_a_gemma_3_is_the_model_it_was_written_from(tmp_path, changes):
     with torch.no_grad():
         torch.testing.assert_close(logits(ours, ids), model(ids).logits, rtol=1e-5, atol=1e-5)
     assert ours.info.eos_ids == (1,) and "F32" in ours.info.identity["gguf"]
+    assert is_gguf_model(tmp_path / "model.gguf"), "as a draft model of llama.cpp"
     tokenizer = load_tokenizer(str(tmp_path / "model.gguf"))
     names = ["<bos>", "the", "▁the", "▁▁▁", "x", "<0xC3>", "<0xA9>"]  # as llama.cpp splits it
     assert tokenizer.convert_ids_to_tokens(tokenizer("the the   xé").input_ids) == names
