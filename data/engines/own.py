@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.console import log_note
 from draftsmith.data.engines.served_target import ServedLM
 from draftsmith.data.store.shards import row_generator
 from draftsmith.data.text.turns import AnswerSettings, PendingTurn, TargetTurn
@@ -111,6 +112,9 @@ class OwnEngine:
         """lm: the target."""
         self.settings, self.lm, self._batch_size = settings, lm, batch_size
         self.context, self.identity = lm.info.max_position, {"target": lm.info.identity}
+        if batch_size > 1 and lm.session(2, 1).most_rows == 1:
+            reason = getattr(lm, "no_trees", "") or "its rows cannot be read together"
+            log_note(f"answers one prompt at a time, whatever --batch-size says: {reason}")
 
     def answers(self, turns: Sequence[PendingTurn]) -> Iterator[tuple[int, TargetTurn]]:
         """Yield (number in `turns`, response) as responses finish."""

@@ -6,7 +6,9 @@ import pytest
 import torch
 from architectures import build
 
-from draftsmith.data.engines.own import generate_all
+from draftsmith.data.engines.own import OwnEngine, generate_all
+from draftsmith.data.text.turns import AnswerSettings
+from draftsmith.modules.pretrained.checkpoint import Checkpoint
 from draftsmith.modules.pretrained.models import load_lm
 from draftsmith.modules.targets import hf
 from draftsmith.modules.types import SamplingParams
@@ -41,3 +43,15 @@ def test_padding_does_not_overflow_in_float16(tmp_path):
     lm = load_lm(str(tmp_path), loader="hf", dtype="float16")
     prompts = [torch.randint(2, lm.info.vocab_size, (count,)).tolist() for count in COUNTS]
     assert lm.session(len(prompts), 60).prefill(range(len(prompts)), prompts).isfinite().all()
+
+
+def test_an_engine_says_that_it_answers_alone(tmp_path, capsys):
+    build("phi3", tmp_path)
+    lm = load_lm(str(tmp_path), loader="hf")
+    settings = AnswerSettings(Checkpoint(str(tmp_path)), SamplingParams(), 9, False, 0)
+    capsys.readouterr()
+    OwnEngine(settings, lm, 8)
+    assert not capsys.readouterr().err
+    lm.no_trees = "Phi3, which does not"
+    OwnEngine(settings, lm, 8)
+    assert capsys.readouterr().err == "answers one prompt at a time, whatever --batch-size says: Phi3, which does not\n"
