@@ -31,4 +31,4 @@ states own "$out/turns" 300
 train --schedule constant --minutes "${minutes% *}" --output "$out/first"
 train --data "$out/articles/features" --data "$out/own/features" --init "$out/first/last" --minutes "${minutes#* }" \
     --output "$out/head"
-echo "Ship it: python benchmarks/embedded/smollm2.py $out/head/best"
+echo "Ship it: python benchmarks/embedded/ship.py smollm2 $out/head/best"
