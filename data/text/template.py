@@ -74,7 +74,7 @@ def load_chat_tokenizer(target: str | Checkpoint, chat_template: Path | None = N
     # Stages and benches report prompts that are too long, by their ids.
     tokenizer.deprecation_warnings[LONG_TEXT] = True
     if not tokenizer.chat_template:
-        remedy = "Pass --chat-template FILE, or --chat-template none to let it continue plain text."
+        remedy = "Pass --chat-template FILE, or --chat-template none to let it continue plain text (decode: --raw)."
         raise InputError("chat_template", f"none in {checkpoint.path}", "a chat template", remedy)
     # Templates of models that see pictures may read lists of parts only. A template that refuses the probe refuses its
     # rows, or wants other ones.
