@@ -97,7 +97,9 @@ class Progress(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if pl_module.state.unvalidated:
             return
-        position = f"step {trainer.global_step}/{pl_module.total_steps}"
+        # By the clock, how many there will be is not known before the first.
+        known = trainer.global_step or pl_module.state.time_limit is None
+        position = f"step {trainer.global_step}" + (f"/{pl_module.total_steps}" if known else "")
         say_on_rank_zero(f"{position}: {shown(pl_module.state.latest)}{training_loss(pl_module)}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -159,6 +160,12 @@ def test_a_start_that_cannot_be_saved_ends_the_run(artifacts, tmp_path, monkeypa
     monkeypatch.setattr(callbacks, "save_head", full)
     with pytest.raises(InputError, match=r"output: found no room for best/ \(No space left"):
         run(config(artifacts, tmp_path / "run", init=start, **HARM))
+
+
+def test_a_training_by_the_clock_names_no_number_of_steps_before_the_first(artifacts, tmp_path, capsys, start):
+    run(config(artifacts, tmp_path / "run", init=start, **HARM | {"max_steps": 0, "minutes": 0.02}))
+    said = capsys.readouterr().err
+    assert re.search(r"^step 0: ", said, re.M) and re.search(r"^step [1-9]\d*/\d{1,6}: ", said, re.M)
 
 
 def test_a_validation_before_the_first_step_does_not_end_the_warm_up():
