@@ -190,7 +190,9 @@ class HFLM:
     def lm_head(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
         # torch multiplies a slice [B, n, H] of bfloat16 states hundreds of times slower than a copy of it, on a CPU.
-        logits = self.readout.bounded(head(hidden.to(head.weight.device).contiguous()).to(self.device))
+        # Mamba's states stay float32.
+        states = hidden.to(head.weight.device, self.dtype).contiguous()
+        logits = self.readout.bounded(head(states).to(self.device))
         return fit_logits(logits, self._missing)
 
     def lm_head_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:

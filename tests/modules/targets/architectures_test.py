@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from architectures import VARIANTS, architectures, build, known, outcome
-from tiny_configs import OMITTED
+from tiny_configs import OMITTED, random_model, tiny_config
 
 from draftsmith.modules.pretrained.models import load_lm
 
@@ -46,6 +47,43 @@ def test_a_refused_tree_is_an_error_when_it_is_read(tmp_path):
         session.extend([[3, 4, 5]])
         with pytest.raises(ValueError, match=r"other logits for a tree .* Use a method that drafts chains"):
             session.extend([[6, 7]], [[-1, -1]])
+
+
+@torch.no_grad()
+def test_rounding_in_half_precision_is_no_reason_to_refuse_trees(tmp_path, monkeypatch):
+    """As in Gemma 3's. What is wrong is refused in half precision too, and the weights stay what they were."""
+    layers = ["full_attention"] * 24
+    model = random_model(tiny_config("gemma3_text", num_hidden_layers=24, layer_types=layers))
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.fill_(4 if "post_" in name else 8 if "q_" in name or "k_" in name else 0.5)
+    model.save_pretrained(tmp_path / "noisy")
+    lm = load_lm(str(tmp_path / "noisy"), dtype="bfloat16")
+    assert not lm.no_trees and lm.dtype is torch.bfloat16
+    expected = {name: weight.bfloat16() for name, weight in model.named_parameters()}
+    assert all(torch.equal(weight, expected[name]) for name, weight in lm.model.named_parameters())
+    ids = torch.arange(4, 26)[None]
+    whole, rounded = (one(input_ids=ids).logits[0].float() for one in (model, lm.model))
+    spread = (whole - whole.mean(-1, keepdim=True)).norm(dim=-1)
+    assert ((rounded - whole).norm(dim=-1) / spread).median() > torch.finfo(torch.bfloat16).eps ** 0.5
+    build("mpt", tmp_path / "wrong")
+    assert "other logits for a tree" in load_lm(str(tmp_path / "wrong"), dtype="bfloat16").no_trees
+    true = type(lm.decoder).forward
+
+    def wrong_in_half(self: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
+        output = true(self, *args, attention_mask=attention_mask, **named)
+        if attention_mask is not None and output.last_hidden_state.dtype == torch.bfloat16:
+            output.last_hidden_state = output.last_hidden_state.roll(1, -1)
+        return output
+
+    monkeypatch.setattr(type(lm.decoder), "forward", wrong_in_half)
+    assert "other logits for a tree" in load_lm(str(tmp_path / "noisy"), dtype="bfloat16").no_trees
+
+
+def test_mamba_reads_in_bfloat16_with_states_in_float32(tmp_path):
+    build("mamba", tmp_path)
+    lm = load_lm(str(tmp_path), dtype="bfloat16")
+    assert lm.session(1, 8).extend([[3, 4, 5]]).logits.isfinite().all()
 
 
 def test_a_qwen2_moe_whose_window_is_off_decodes_as_the_hub_has_it(tmp_path):
