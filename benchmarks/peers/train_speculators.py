@@ -19,7 +19,6 @@ from speculators.train.config import TrainConfig
 from torch.optim import _muon
 
 from draftsmith.benchmarks.peers.clock import StepClock
-from draftsmith.train.optimizers import orthogonalise
 
 
 class TimedTrainer(speculators.train.trainer.Trainer):
@@ -54,7 +53,14 @@ def in_float32(grad: torch.Tensor, ns_coefficients: Any, ns_steps: int, eps: flo
 
     Without bf16 instructions its own, in bfloat16, takes most of a step.
     """
-    return orthogonalise(grad[None], ns_steps)[0]
+    a, b, c = ns_coefficients
+    wide = grad.shape[0] <= grad.shape[1]
+    x = grad if wide else grad.mT
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
 
 
 def main(record: Path, head: Path, words: list[str]) -> None:
