@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.console import Table, log_note, markdown, markdown_lines, print_text
+from draftsmith.data.console import Table, format_value, log_note, markdown_lines, print_text
 from draftsmith.data.store.manifest import resolved
 from draftsmith.eval.meta import hardware
 from draftsmith.modules.pretrained.files import make_directory, write_json, write_text
@@ -36,6 +36,16 @@ class Measured:
         if words:
             return float(first) <= self.value <= float(last)
         return {">=": self.value >= float(last), "<=": self.value <= float(last), "<": self.value < float(last)}[first]
+
+
+def markdown(table: Table) -> str:
+    """Format a table in Markdown, with its title and note."""
+    rows = [
+        [format_value(row.get(column.key), column.format).replace("\n", " ") for column in table.columns]
+        for row in table.rows
+    ]
+    lines = [f"**{table.title}**", "", *markdown_lines([column.title for column in table.columns], rows)]
+    return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
 
 
 def describe_run(config: Any, device: str = "cpu") -> dict[str, Any]:

@@ -111,16 +111,6 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> li
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
-def markdown(table: Table) -> str:
-    """Format a table in Markdown, with its title and note."""
-    rows = [
-        [format_value(row.get(column.key), column.format).replace("\n", " ") for column in table.columns]
-        for row in table.rows
-    ]
-    lines = [f"**{table.title}**", "", *markdown_lines([column.title for column in table.columns], rows)]
-    return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
-
-
 def tables_to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
     """Return tables as results.json holds them."""
     return [{key: value for key, value in asdict(table).items() if value} for table in tables]

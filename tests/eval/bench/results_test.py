@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from draftsmith.data.console import markdown
+from draftsmith.benchmarks.measured import markdown
 from draftsmith.eval.bench.measuring import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
