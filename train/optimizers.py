@@ -15,7 +15,7 @@ from draftsmith.train.config import TrainConfig
 
 # Coefficients of x, x^3 and x^5 in each iteration, which bring singular values of 0.009 to 1 within 0.35 of 1. Each is
 # the polynomial nearest to 1 where the values are then (Amsel et al. 2025, "Polar Express"), on an interval 2 % wider
-# for the rounding of bfloat16. Heads learn as with five of Jordan's (2024), from 0.0016: benchmarks/README.md.
+# for the rounding of bfloat16. Heads learn as much as with five of Jordan's (2024): benchmarks/README.md.
 NEWTON_SCHULZ = ((7.9962, -22.4913, 15.9798), (3.6671, -2.6426, 0.4966), (2.8061, -2.0345, 0.4356))
 # The share of the time after which a first validation is timed, if there was none; and how many times the longest
 # validation with its saves is kept for the last one, before that a share of the time.
