@@ -83,9 +83,9 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_POST(self) -> None:
-            content = self.read_body()
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            with suppress(ConnectionError, BrokenPipeError):
+            with suppress(ConnectionError):
+                content = self.read_body()
                 reply = server.answer(Request(self.path, content, token)) if server.running else None
                 if reply is not None:
                     self.send(reply)
@@ -96,7 +96,11 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
 
         def read_body(self) -> bytes:
             if self.headers.get("Transfer-Encoding") != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                length = int(self.headers.get("Content-Length", 0))
+                content = self.rfile.read(length)
+                if len(content) < length:
+                    raise ConnectionError("the client has left")
+                return content
             content = b""
             while size := int(self.rfile.readline(), 16):
                 content += self.rfile.read(size)
