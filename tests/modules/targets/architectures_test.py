@@ -51,7 +51,7 @@ def test_a_refused_tree_is_an_error_when_it_is_read(tmp_path):
 
 @torch.no_grad()
 def test_rounding_in_half_precision_is_no_reason_to_refuse_trees(tmp_path, monkeypatch):
-    """As in Gemma 3's. What is wrong is refused in half precision too, and the weights stay what they were."""
+    """As Gemma 3 rounds. A wrong tree is refused in half precision too, and loading changes no weight."""
     layers = ["full_attention"] * 24
     model = random_model(tiny_config("gemma3_text", num_hidden_layers=24, layer_types=layers))
     for name, weight in model.named_parameters():
